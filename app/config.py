@@ -1,0 +1,557 @@
+"""The one configuration schema: what an application is made of, with types, units and defaults.
+
+`load_config` reads a YAML file; `eldr config check FILE` prints what it resolves to. A section is
+one frozen model; what single fields cannot say is checked in `EldrConfig`, and what needs files
+(the model, the calibration artifact) in `load_config`, so that a replica that is handed a resolved
+configuration does not read them again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from app.config_errors import ConfigError, Problem, RelationError, problems_of, read_yaml
+from app.model_facts import ArtifactFacts, FactsError, ModelFacts, artifact_facts, model_facts
+
+__all__ = [
+    "ConfigError",
+    "DecodeConfig",
+    "EldrConfig",
+    "EngineConfig",
+    "HttpConfig",
+    "KvTransferConfig",
+    "LimitsConfig",
+    "ModelConfig",
+    "PrefillConfig",
+    "RouterConfig",
+    "load_config",
+]
+
+POLICIES_WITH_ARTIFACT = ("band", "soft")
+# A capture row is one uint8 a block, layer and expert, and one token adds at most 1 to it.
+MAX_CAPTURE_BLOCK_SIZE = 255
+MIN_LEASE_S = 5.0
+# Between a decode replica's being chosen and its engine's first lease renewal: HTTP and tokenizing.
+HANDOFF_MARGIN_S = 2.0
+RESERVATION_MARGIN_S = 60.0
+
+# vLLM arguments that a field of ours sets: two places for one value would disagree one day.
+OWNED_ENGINE_KWARGS = {
+    "kv_transfer_config": "section kv_transfer",
+    "scheduler_cls": "router.capture (the capture needs a scheduler of its own)",
+    "model": "model.path",
+    "served_model_name": "model.served_name",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_model_len",
+    "trust_remote_code": "model.trust_remote_code",
+    "enable_auto_tool_choice": "model.enable_auto_tool_choice",
+    "tool_call_parser": "model.tool_call_parser",
+    "tensor_parallel_size": "tensor_parallel_size of the same section",
+    "max_num_seqs": "max_num_seqs of the same section",
+    "max_num_batched_tokens": "max_num_batched_tokens of the same section",
+    "block_size": "block_size of the same section",
+    "enforce_eager": "enforce_eager of the same section",
+    "enable_prefix_caching": "enable_prefix_caching of the same section",
+    # Prefill always asks with tool_choice "none"; leaving tools out then would render another
+    # prompt there than on the decode replica, and decode would read the wrong KV.
+    "exclude_tools_when_tool_choice_none": "no field: it breaks the KV hand-off of tool calls",
+}
+OWNED_ENV = {
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "kv_transfer.side_channel_port_base",
+    "VLLM_CPU_KVCACHE_SPACE": "kv_cache_gib of the same section",
+    "OMP_NUM_THREADS": "omp_threads of the same section",
+}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class _Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, no silent conversion of types."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class ModelConfig(_Section):
+    """What is served."""
+
+    path: str = Field(min_length=1)
+    """Local model folder (relative paths count from the YAML file) or a hub id `org/name`."""
+
+    served_name: str = Field(min_length=1)
+    """Model name that clients send; a request for another name is answered 404."""
+
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = "auto"
+    """Type of weights and activations; auto takes what the model folder says."""
+
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Longest prompt plus answer, in tokens; None takes the model's own maximum."""
+
+    enable_auto_tool_choice: bool = False
+    """Lets the model decide to call tools; off because it needs the right `tool_call_parser`."""
+
+    tool_call_parser: str | None = None
+    """vLLM's parser of the model's tool-call syntax, for example `hermes`; None parses no calls."""
+
+    trust_remote_code: bool = False
+    """Runs Python code shipped with the model; off because it is code of a stranger."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `path` names a folder rather than a model of the hub."""
+        return not _HUB_ID.fullmatch(self.path)
+
+
+class EngineConfig(_Section):
+    """One pool of equal vLLM engines, one engine a replica."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    """Engines in the pool; 1 is the smallest pool."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Worker processes (on a GPU: devices) that one engine's layers are split over."""
+
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Requests that one engine computes in the same step; 64 keeps a CPU's step time bearable."""
+
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that one engine computes in a step; None leaves vLLM's choice for the device."""
+
+    block_size: int | None = Field(default=None, ge=1)
+    """Tokens in a KV block, a multiple of 16 (CPU: of 32); None leaves vLLM's choice."""
+
+    kv_cache_gib: int | None = Field(default=None, ge=1)
+    """KV cache of one CPU engine, in whole GiB as vLLM reads it; None: 4 GiB; not for GPUs."""
+
+    omp_threads: int | None = Field(default=None, ge=1)
+    """Compute threads of one CPU engine; None shares the node's cores evenly; not for GPUs."""
+
+    num_cpus: float = Field(default=0.5, ge=0)
+    """CPUs that Ray reserves for a replica; below 1 so that several fit on a small machine."""
+
+    num_gpus: float | None = Field(default=None, ge=0)
+    """GPUs that Ray reserves for a replica; None: `tensor_parallel_size` on GPUs, 0 on CPU."""
+
+    max_ongoing_requests: int = Field(default=1024, ge=1)
+    """Requests that Serve lets one replica hold; high because vLLM queues them itself."""
+
+    enforce_eager: bool | None = None
+    """Skips compilation and CUDA graphs; None: on for CPU (faster start), off for GPU."""
+
+    enable_prefix_caching: bool = True
+    """Reuses KV blocks of a prompt's known beginning; on, since signatures stay exact with it."""
+
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further vLLM engine arguments, passed as given; those that a field here sets are refused."""
+
+    graceful_shutdown_timeout_s: float = Field(default=60.0, ge=0)
+    """Seconds a stopping replica may take to end its streams and hand over its KV."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Extra environment variables of the engine's processes, for what vLLM reads only there."""
+
+    @field_validator("engine_kwargs")
+    @classmethod
+    def _refuse_owned_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _refuse_owned(value, OWNED_ENGINE_KWARGS)
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _refuse_owned_env(cls, value: dict[str, str]) -> dict[str, str]:
+        _refuse_owned(value, OWNED_ENV)
+        return value
+
+
+class PrefillConfig(EngineConfig):
+    """Engines that compute prompts."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    """Prefill replicas; 1, since prefill is rarely what a small installation lacks."""
+
+
+class DecodeConfig(EngineConfig):
+    """Engines that generate answers."""
+
+    num_replicas: int = Field(default=2, ge=1)
+    """Decode replicas; 2, the fewest between which routing can choose."""
+
+
+class RouterConfig(_Section):
+    """How a decode replica is chosen."""
+
+    policy: Literal["random", "rr", "jsq", "p2c", "domain", "band", "soft"] = "soft"
+    """Routing rule; `soft` weighs expert locality against load, `band` is the ELDR paper's rule."""
+
+    tau: float = Field(default=0.1, ge=0, le=1)
+    """Width of the locality band of policy `band`, in cosine units; 0.1 as in the ELDR paper."""
+
+    lambda_: float = Field(default=0.5, ge=0, alias="lambda")
+    """Weight of load against similarity in policy `soft`, no unit; 0 looks at similarity only."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of random choices and tie-breaks; fixed so that a run can be repeated."""
+
+    artifact: str | None = None
+    """Calibration artifact, a folder (relative paths count from the YAML file); None has none."""
+
+    capture: bool = True
+    """Counts expert choices in prefill engines; off, requests are routed by load alone."""
+
+    select_timeout_s: float = Field(default=0.5, gt=0)
+    """Seconds to wait for the router; then the least loaded replica is taken and counted."""
+
+    reservation_ttl_s: float | None = Field(default=None, gt=0)
+    """Seconds until a load reservation that nobody released expires; None: request timeout + 60."""
+
+    domain_header: str = Field(default="x-eldr-domain", pattern=r"^[a-z0-9-]+$")
+    """Request header with the traffic's domain, read by policy `domain` and for reports."""
+
+    reservoir_size: int = Field(default=1024, ge=1)
+    """Recent signatures kept for refits; 1024 covers 16 decode replicas with 64 each."""
+
+
+class KvTransferConfig(_Section):
+    """How KV blocks go from prefill to decode engines (NIXL)."""
+
+    progress_thread: Literal["auto", True, False] = "auto"
+    """NIXL's progress thread; auto: off on CPU, where it spins a core per engine, on for GPUs."""
+
+    lease_s: float = Field(default=60.0, ge=MIN_LEASE_S)
+    """Seconds a prefill engine holds finished KV that decode has not asked for; 60 as margin."""
+
+    buffer_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Memory that transfers go through; auto: where the KV cache is."""
+
+    side_channel_port_base: int = Field(default=20000, ge=1024, le=65535)
+    """First port of the engines' NIXL handshakes, one a worker; clear of Ray's default ports."""
+
+
+class HttpConfig(_Section):
+    """Where clients connect."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on; only this machine by default, since no API keys are set either."""
+
+    port: int = Field(default=8000, ge=1, le=65535)
+    """TCP port of the OpenAI API; 8000 as for vLLM."""
+
+    num_ingress_replicas: int = Field(default=1, ge=1)
+    """Processes that relay streams; one carries some thousand tokens a second."""
+
+    haproxy: bool = True
+    """Puts HAProxy before the ingress instead of Serve's Python proxy, which limits throughput."""
+
+
+class LimitsConfig(_Section):
+    """What one client may ask for."""
+
+    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    """Largest request body in bytes; 4 MiB is about a million tokens of text."""
+
+    max_n: int = Field(default=16, ge=1)
+    """Largest `n` (answers, or beams) of a request; each one costs a decode slot."""
+
+    request_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds from a request's arrival to its end, after which it is cancelled."""
+
+    prefill_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds one prefill attempt may take; below the request timeout, to leave time to decode."""
+
+    api_keys_env: str | None = None
+    """Name of an environment variable with comma-separated API keys; None asks for no key."""
+
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Requests that one API key may start in a minute; None sets no limit."""
+
+    max_retries: int = Field(default=2, ge=0)
+    """Further attempts on other replicas before the first token went out; 2 bounds the overload."""
+
+    @field_validator("api_keys_env")
+    @classmethod
+    def _check_env_name(cls, value: str | None) -> str | None:
+        if value is not None and not _ENV_NAME.fullmatch(value):
+            # The value stays out of the text: it may be a key, pasted by mistake.
+            raise ValueError(
+                f"must be the name of an environment variable such as ELDR_API_KEYS, got "
+                f"{len(value)} characters that are none: put the keys themselves in that variable"
+            )
+        return value
+
+
+class EldrConfig(_Section):
+    """A whole application."""
+
+    app_name: str = Field(default="eldr", pattern=r"^[A-Za-z0-9_-]+$")
+    """Name of the Serve application and prefix of its actors; change it to run two in a cluster."""
+
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """What engines compute on; auto takes GPUs if the cluster has any."""
+
+    model: ModelConfig
+    """What is served; the one section without defaults."""
+
+    prefill: PrefillConfig = Field(default_factory=PrefillConfig)
+    """Engines that compute prompts; one by default."""
+
+    decode: DecodeConfig = Field(default_factory=DecodeConfig)
+    """Engines that generate answers; two by default."""
+
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    """How a decode replica is chosen; by expert locality and load by default."""
+
+    kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    """How KV goes from prefill to decode; the defaults suit one machine."""
+
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    """Where clients connect; this machine only by default."""
+
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    """What one client may ask for; no keys and no rate limit by default."""
+
+    @property
+    def reservation_ttl_s(self) -> float:
+        """`router.reservation_ttl_s`, or its default from the request timeout; seconds."""
+        given = self.router.reservation_ttl_s
+        return self.limits.request_timeout_s + RESERVATION_MARGIN_S if given is None else given
+
+    def to_yaml(self) -> str:
+        """The configuration with all defaults written out; loading it gives an equal one."""
+        data = self.model_dump(mode="json", by_alias=True)
+        data["router"]["reservation_ttl_s"] = self.reservation_ttl_s
+        return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+
+    @model_validator(mode="after")
+    def _check_relations(self) -> Self:
+        checks = (_model_problems, _engine_problems, _router_problems, _deadline_problems)
+        if problems := [problem for check in checks for problem in check(self)]:
+            raise RelationError(problems)
+        return self
+
+
+def load_config(path: str | Path) -> EldrConfig:
+    """Read, resolve and check a configuration file.
+
+    `model.path` (when such a folder exists) and `router.artifact` become absolute, counted from
+    the folder of the file.
+
+    Raises:
+        ConfigError: anything is wrong; the text names every problem that was found.
+    """
+    file = Path(path)
+    raw = read_yaml(file)
+    _resolve_paths(raw, file.resolve().parent)
+    try:
+        config = EldrConfig.model_validate(raw)
+    except ValidationError as err:
+        raise ConfigError(str(path), problems_of(err, EldrConfig)) from None
+    if problems := _file_problems(config):
+        raise ConfigError(str(path), problems)
+    return config
+
+
+def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
+    model, router = raw.get("model"), raw.get("router")
+    if isinstance(model, dict) and isinstance(given := model.get("path"), str) and given:
+        folder = base / os.path.expanduser(given)
+        # A name that is no folder stays as it is: it may be a hub id.
+        if folder.is_dir() or not _HUB_ID.fullmatch(given):
+            model["path"] = str(folder.resolve())
+    if isinstance(router, dict) and isinstance(given := router.get("artifact"), str) and given:
+        router["artifact"] = str((base / os.path.expanduser(given)).resolve())
+
+
+def _refuse_owned(value: Mapping[str, Any], owned: Mapping[str, str]) -> None:
+    if clashes := [f"{key} is set by {owned[key]}" for key in value if key in owned]:
+        raise ValueError(f"{'; '.join(clashes)}: remove it here")
+
+
+def _model_problems(config: EldrConfig) -> list[Problem]:
+    model = config.model
+    if model.enable_auto_tool_choice and model.tool_call_parser is None:
+        return [
+            Problem(
+                "model.tool_call_parser",
+                "is required when model.enable_auto_tool_choice is true: name the parser of the "
+                "model's tool-call syntax, for example hermes",
+            )
+        ]
+    return []
+
+
+def _engine_problems(config: EldrConfig) -> list[Problem]:
+    problems = []
+    multiple = 32 if config.device == "cpu" else 16
+    for section, engine in (("prefill", config.prefill), ("decode", config.decode)):
+        size, tokens = engine.block_size, engine.max_num_batched_tokens
+        if tokens is not None and tokens < engine.max_num_seqs:
+            text = (
+                f"must be >= max_num_seqs ({engine.max_num_seqs}), got {tokens}: a step needs a "
+                "token of each request; raise it or lower max_num_seqs"
+            )
+            problems.append(Problem(f"{section}.max_num_batched_tokens", text))
+        if size is not None and size % multiple:
+            text = f"must be a multiple of {multiple} on device {config.device}, got {size}"
+            problems.append(Problem(f"{section}.block_size", text))
+        if size is not None and config.router.capture and size > MAX_CAPTURE_BLOCK_SIZE:
+            text = (
+                f"must be <= {MAX_CAPTURE_BLOCK_SIZE} while router.capture is on (a count per "
+                f"block is one byte), got {size}: lower it or switch capture off"
+            )
+            problems.append(Problem(f"{section}.block_size", text))
+        if config.device == "gpu" and engine.kv_cache_gib is not None:
+            text = (
+                "sizes CPU engines and device is gpu: remove it, and set "
+                "engine_kwargs.gpu_memory_utilization if the default is not right"
+            )
+            problems.append(Problem(f"{section}.kv_cache_gib", text))
+        if config.device == "gpu" and engine.omp_threads is not None:
+            text = "is for CPU engines and device is gpu: remove it"
+            problems.append(Problem(f"{section}.omp_threads", text))
+        if config.device == "cpu" and engine.num_gpus:
+            text = f"is {engine.num_gpus} and device is cpu: remove it or set device: gpu"
+            problems.append(Problem(f"{section}.num_gpus", text))
+    return problems + _port_problems(config)
+
+
+def _port_problems(config: EldrConfig) -> list[Problem]:
+    pools = (config.prefill, config.decode)
+    num_ports = sum(pool.num_replicas * pool.tensor_parallel_size for pool in pools)
+    first = config.kv_transfer.side_channel_port_base
+    last = first + num_ports - 1
+    path = "kv_transfer.side_channel_port_base"
+    if last > 65535:
+        return [
+            Problem(
+                path, f"{num_ports} workers need ports {first} to {last}, above 65535: lower it"
+            )
+        ]
+    if first <= config.http.port <= last:
+        text = f"workers use ports {first} to {last}, among them http.port {config.http.port}"
+        return [Problem(path, f"{text}: move one of the two")]
+    return []
+
+
+def _router_problems(config: EldrConfig) -> list[Problem]:
+    router, problems = config.router, []
+    if router.policy in POLICIES_WITH_ARTIFACT:
+        if router.artifact is None:
+            text = (
+                f"policy {router.policy!r} needs a calibration artifact: fit one with "
+                "`eldr calibrate fit` and set it, or take a policy without one such as jsq"
+            )
+            problems.append(Problem("router.artifact", text))
+        if not router.capture:
+            text = (
+                f"must be true, got false: policy {router.policy!r} routes by captured expert "
+                "counts; switch it on or take a policy without them such as jsq"
+            )
+            problems.append(Problem("router.capture", text))
+    timeout = config.limits.request_timeout_s
+    if config.reservation_ttl_s < timeout:
+        text = (
+            f"is {config.reservation_ttl_s:g} s, below limits.request_timeout_s {timeout:g} s: the "
+            "load of running streams would be forgotten; raise it or leave it out"
+        )
+        problems.append(Problem("router.reservation_ttl_s", text))
+    return problems
+
+
+def _deadline_problems(config: EldrConfig) -> list[Problem]:
+    limits, problems = config.limits, []
+    if limits.prefill_timeout_s > limits.request_timeout_s:
+        text = (
+            f"is {limits.prefill_timeout_s:g} s, above limits.request_timeout_s "
+            f"{limits.request_timeout_s:g} s: lower it, prefill is a part of the request"
+        )
+        problems.append(Problem("limits.prefill_timeout_s", text))
+    # From the end of prefill until a decode engine renews the lease: choose, maybe several times.
+    wait_s = config.router.select_timeout_s * (1 + limits.max_retries) + HANDOFF_MARGIN_S
+    if config.kv_transfer.lease_s < wait_s:
+        text = (
+            f"is {config.kv_transfer.lease_s:g} s, below the {wait_s:g} s that may pass between "
+            "prefill and decode (router.select_timeout_s * (1 + limits.max_retries) + "
+            f"{HANDOFF_MARGIN_S:g}): raise it, or KV is freed before decode reads it"
+        )
+        problems.append(Problem("kv_transfer.lease_s", text))
+    return problems
+
+
+def _file_problems(config: EldrConfig) -> list[Problem]:
+    """What the model folder and the artifact say against the configuration."""
+    problems: list[Problem] = []
+    model: ModelFacts | None = None
+    artifact: ArtifactFacts | None = None
+    if config.model.is_local:
+        try:
+            model = model_facts(config.model.path)
+        except FactsError as err:
+            text = f"{err}; give a model folder or a hub id org/name"
+            problems.append(Problem("model.path", text))
+    if config.router.artifact is not None:
+        try:
+            artifact = artifact_facts(config.router.artifact)
+        except FactsError as err:
+            problems.append(Problem("router.artifact", str(err)))
+    if model:
+        problems += _model_fact_problems(config, model)
+    if artifact:
+        problems += _artifact_problems(config, artifact, model)
+    return problems
+
+
+def _model_fact_problems(config: EldrConfig, facts: ModelFacts) -> list[Problem]:
+    problems = []
+    if config.router.capture and not facts.is_moe:
+        text = (
+            f"{config.model.path} is not a Mixture-of-Experts model (config.json has no "
+            "num_experts, num_local_experts or n_routed_experts above 1): serve another model, or "
+            "set router.capture: false and a policy such as jsq"
+        )
+        problems.append(Problem("model.path", text))
+    length, maximum = config.model.max_model_len, facts.max_position_embeddings
+    if length is not None and maximum is not None and length > maximum:
+        text = f"must be <= {maximum}, the model's max_position_embeddings, got {length}"
+        problems.append(Problem("model.max_model_len", text))
+    return problems
+
+
+def _artifact_problems(
+    config: EldrConfig, artifact: ArtifactFacts, model: ModelFacts | None
+) -> list[Problem]:
+    problems = []
+    num_replicas = config.decode.num_replicas
+    if config.router.policy in POLICIES_WITH_ARTIFACT and artifact.k != num_replicas:
+        text = (
+            f"artifact has K={artifact.k} centroids but decode.num_replicas is {num_replicas}: "
+            f"refit with `eldr calibrate fit --k {num_replicas}`"
+        )
+        problems.append(Problem("router.artifact", text))
+    if model is None or not model.is_moe:
+        return problems
+    fitted = (artifact.num_layers, artifact.num_experts, artifact.top_k, artifact.fingerprint)
+    served = (model.num_moe_layers, model.num_experts, model.top_k, model.fingerprint)
+    if fitted != served:
+        shape = "L={} MoE layers, E={} experts, top-{}, fingerprint {}"
+        text = (
+            f"artifact was fitted for {artifact.model_id} ({shape.format(*fitted)}) but model.path "
+            f"is {config.model.path} ({shape.format(*served)}): capture and fit again with "
+            "`eldr calibrate` for this model, or serve the other one"
+        )
+        problems.append(Problem("router.artifact", text))
+    return problems

@@ -1,0 +1,163 @@
+"""Starting and stopping an application on this machine, or on a cluster that RAY_ADDRESS names."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from app import processes
+from app.config import EldrConfig
+from app.main import build_app, router_settings
+
+READY_TIMEOUT_S = 600.0
+
+
+@dataclass
+class Running:
+    """A running application."""
+
+    config: EldrConfig
+    run_id: str
+    started_s: float
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.http.host}:{self.config.http.port}"
+
+    def stop(self) -> None:
+        """End the application and, on this machine, every process of it."""
+        import ray
+        from ray import serve
+
+        from router.actor import router_handle
+
+        try:
+            ray.kill(router_handle(self.config.app_name), no_restart=True)
+        except Exception:
+            pass  # it is gone already
+        try:
+            serve.shutdown()
+        finally:
+            ray.shutdown()
+            if "RAY_ADDRESS" not in os.environ:
+                processes.end(self.run_id, exclude=_guards())
+
+
+def start(
+    config: EldrConfig, progress: Callable[[str], None] = lambda text: None
+) -> Running:
+    """Start an application and wait until it is ready.
+
+    Args:
+        config: checked configuration.
+        progress: told what is going on, a short text at a time.
+
+    Raises:
+        RuntimeError: it did not become ready.
+    """
+    begin = time.monotonic()
+    run_id = processes.start_run()
+    is_local = "RAY_ADDRESS" not in os.environ
+    _set_environment(config)
+    if is_local:
+        global _guard
+        _guard = processes.start_guard(run_id)
+    progress("starting Ray")
+    import ray
+    from ray import serve
+
+    if is_local:
+        # Logical CPUs: engines of a small machine share its cores.
+        wanted = _num_cpus(config)
+        ray.init(
+            num_cpus=max(wanted, os.cpu_count() or 1),
+            include_dashboard=False,
+            configure_logging=True,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    else:
+        ray.init(logging_level="ERROR")
+    serve.start(http_options={"host": config.http.host, "port": config.http.port})
+    from router.actor import create_router
+
+    create_router(config.app_name, router_settings(config))
+    running = Running(config, run_id, begin)
+    progress("starting engines")
+    target = serve.RunTarget(build_app(config), name=config.app_name, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+    wait_ready(running, progress)
+    return running
+
+
+def wait_ready(running: Running, progress: Callable[[str], None]) -> None:
+    """Wait for /ready with all replicas; tells how many engines are up.
+
+    Raises:
+        RuntimeError: an engine failed to start, or the time is over.
+    """
+    from ray import serve
+
+    wanted = {
+        "prefill": running.config.prefill.num_replicas,
+        "decode": running.config.decode.num_replicas,
+    }
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        up = _replicas_up(running.url)
+        progress(
+            "engines up: "
+            + ", ".join(f"{role} {up.get(role, 0)}/{number}" for role, number in wanted.items())
+        )
+        if all(up.get(role, 0) >= number for role, number in wanted.items()):
+            return
+        status = serve.status().applications.get(running.config.app_name)
+        if status is not None and status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            details = "; ".join(
+                f"{name}: {d.message}" for name, d in status.deployments.items() if d.message
+            )
+            raise RuntimeError(f"the application failed to start: {status.message} {details}")
+        time.sleep(0.5)
+    raise RuntimeError(f"the application was not ready within {READY_TIMEOUT_S:g} s: {up}")
+
+
+def _replicas_up(url: str) -> dict[str, int]:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:
+            body: dict[str, Any] = json.load(response)
+    except urllib.error.HTTPError as err:
+        try:
+            body = json.load(err)
+        except ValueError:
+            return {}
+    except (OSError, ValueError):
+        return {}
+    replicas = body.get("replicas")
+    return replicas if isinstance(replicas, dict) else {}
+
+
+def _num_cpus(config: EldrConfig) -> float:
+    engines = (config.prefill, config.decode)
+    need = sum(e.num_replicas * e.num_cpus * e.tensor_parallel_size for e in engines)
+    return int(need + config.http.num_ingress_replicas * 0.1) + 1
+
+
+def _set_environment(config: EldrConfig) -> None:
+    """The one place where this program sets what Ray reads from the environment."""
+    os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if config.http.haproxy else "0"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+_guard: Any = None
+
+
+def _guards() -> frozenset[int]:
+    return frozenset() if _guard is None else frozenset({_guard.pid})

@@ -1,0 +1,106 @@
+"""The Serve application of a configuration: the `import_path` of manifests."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from app.config import EldrConfig, load_config
+from app.model_facts import model_facts
+
+
+def router_settings(config: EldrConfig) -> Any:
+    """What the router actor needs of a configuration."""
+    from router.service import RouterSettings
+
+    router = config.router
+    return RouterSettings(
+        policy=router.policy,
+        tau=router.tau,
+        lambda_=router.lambda_,
+        seed=router.seed,
+        artifact=router.artifact,
+        reservoir_size=router.reservoir_size,
+        reservation_ttl_s=config.reservation_ttl_s,
+    )
+
+
+def build_app(config: EldrConfig) -> Any:
+    """Bind ingress, prefill and decode deployments.
+
+    Returns:
+        A `ray.serve.Application`.
+    """
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+    from ray.serve.llm import build_llm_deployment
+
+    from app.ingress import Ingress, api
+    from deployments.decode import DecodeServer
+    from deployments.engine import Phase, llm_config
+    from deployments.prefill import PrefillServer
+
+    internal_key = secrets.token_hex(32)
+    common = {"app_name": config.app_name, "port_base": config.kv_transfer.side_channel_port_base}
+    prefill = build_llm_deployment(
+        llm_config(config, Phase.PREFILL),
+        name_prefix="prefill:",
+        deployment_cls=PrefillServer,
+        bind_kwargs=common,
+        override_serve_options={
+            "request_router_config": RequestRouterConfig(
+                request_router_class="router.serve_router:PrefixAffineRequestRouter"
+            )
+        },
+    )
+    decode = build_llm_deployment(
+        llm_config(config, Phase.DECODE),
+        name_prefix="decode:",
+        deployment_cls=DecodeServer,
+        bind_kwargs={**common, "internal_key": internal_key},
+        override_serve_options={
+            "request_router_config": RequestRouterConfig(
+                request_router_class="router.serve_router:PinnedRequestRouter"
+            )
+        },
+    )
+    ingress = serve.deployment(
+        serve.ingress(api)(Ingress),
+        name="ingress",
+        num_replicas=config.http.num_ingress_replicas,
+        max_ongoing_requests=4096,
+        ray_actor_options={
+            "num_cpus": 0.1,
+            "runtime_env": {
+                "env_vars": {
+                    # One event loop for HTTP, relay and routing: a hop between threads for each
+                    # chunk costs more than the chunk.
+                    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+                    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+                }
+            },
+        },
+    )
+    return ingress.bind(
+        config, router_settings(config), _model_type(config), internal_key, prefill, decode
+    )
+
+
+def _model_type(config: EldrConfig) -> str | None:
+    if not Path(config.model.path).is_dir():
+        return None  # a hub id: no config.json here
+    return model_facts(config.model.path).model_type
+
+
+def build(args: dict[str, str]) -> Any:
+    """Application builder for Serve config files: `args: {config: /path/to/eldr.yaml}`.
+
+    Raises:
+        ConfigError: the configuration is refused; names every field at fault.
+    """
+    config = load_config(args["config"])
+    from router.actor import create_router
+
+    create_router(config.app_name, router_settings(config))
+    return build_app(config)

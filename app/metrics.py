@@ -1,0 +1,52 @@
+"""Metrics of the ingress. Ray exports them as `ray_<name>`, counters with `_total`."""
+
+from __future__ import annotations
+
+from ray.serve.metrics import Counter, Gauge, Histogram
+
+_SECONDS = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60]
+_TPOT_SECONDS = [0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1]
+
+
+class IngressMetrics:
+    """What one ingress replica measures; made inside the replica."""
+
+    def __init__(self) -> None:
+        self._requests = Counter(
+            "eldr_requests", "Requests ended, by kind and HTTP status.", tag_keys=("kind", "status")
+        )
+        self._active = Gauge("eldr_active_requests", "Requests under way.", tag_keys=("kind",))
+        self._ttft = Histogram(
+            "eldr_ttft_seconds",
+            "Request in to first byte of the answer out.",
+            boundaries=_SECONDS,
+            tag_keys=("policy",),
+        )
+        self._tpot = Histogram(
+            "eldr_tpot_seconds",
+            "(E2E - TTFT) / (output tokens - 1) of a streamed request.",
+            boundaries=_TPOT_SECONDS,
+            tag_keys=("policy",),
+        )
+        self._fallbacks = Counter(
+            "eldr_routing_fallbacks",
+            "Requests not routed by signature, by reason.",
+            tag_keys=("reason",),
+        )
+        self._num_active: dict[str, int] = {}
+
+    def active(self, kind: str, change: int) -> None:
+        self._num_active[kind] = self._num_active.get(kind, 0) + change
+        self._active.set(self._num_active[kind], {"kind": kind})
+
+    def finished(self, kind: str, status: int) -> None:
+        self._requests.inc(1, {"kind": kind, "status": str(status)})
+
+    def streamed(self, policy: str, ttft_s: float, rest_s: float, num_events: int) -> None:
+        """One answer that went through: its events are its tokens (one each in a stream)."""
+        self._ttft.observe(ttft_s, {"policy": policy})
+        if num_events > 1:
+            self._tpot.observe(rest_s / (num_events - 1), {"policy": policy})
+
+    def fell_back(self, reason: str) -> None:
+        self._fallbacks.inc(1, {"reason": reason})

@@ -1,0 +1,1 @@
+"""Calibration: expert counts in, routing artifact (IDF, layer mask, centroids) out."""

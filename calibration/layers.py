@@ -1,0 +1,165 @@
+"""Which layers the signature keeps: greedy search by rank correlation with decode similarity.
+
+Axes: N requests, L MoE layers, E experts, M request pairs, C layers still to try.
+
+Source: ELDR (arXiv 2607.00466), layer selection; details as in the authors' artifact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+from tqdm import tqdm
+
+from calibration.signature import MIN_NORM, CountArray, IndexArray, compute_idf
+
+Float64Array = NDArray[np.float64]
+
+CHUNK_PAIRS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSelection:
+    """Result of the search.
+
+    Attributes:
+        mask: kept layers, ascending; int64, shape (S,), 1 <= S <= L.
+        order: all layers in the order they were taken; int64, shape (L,).
+        rho_curve: rho after each round; float64, shape (L,). Its maximum is at round S.
+        per_layer_rho: rho of each layer alone; float64, shape (L,).
+    """
+
+    mask: IndexArray
+    order: IndexArray
+    rho_curve: Float64Array
+    per_layer_rho: Float64Array
+
+
+def greedy_layer_selection(
+    counts_NLE: CountArray,
+    decode_NLE: CountArray,
+    num_pairs: int = 30_000,
+    seed: int = 1,
+    *,
+    show_progress: bool = False,
+) -> LayerSelection:
+    """Add the layer that helps most, through all layers, then cut where rho peaked.
+
+    rho is Spearman's correlation, over random pairs of requests, between the cosine distance of
+    their signatures (counts * IDF of the layers taken) and that of their decode counts (all
+    layers). It is 0 where either side is constant. Ties go to the lowest layer, the cut to the
+    earliest peak.
+
+    Args:
+        counts_NLE: prompt tokens per layer and expert; integers >= 0, shape (N, L, E), N >= 2.
+        decode_NLE: decoded tokens per layer and expert, same shape.
+        num_pairs: index pairs drawn; those of a request with itself are dropped.
+        seed: seed of the draw.
+        show_progress: draw a progress bar on stderr.
+
+    Raises:
+        ValueError: the shapes differ or N < 2, or no pair of two requests was drawn.
+    """
+    if counts_NLE.ndim != 3 or counts_NLE.shape != decode_NLE.shape or len(counts_NLE) < 2:
+        raise ValueError(
+            "counts_NLE and decode_NLE must have one shape (N >= 2, L, E), got "
+            f"{counts_NLE.shape} and {decode_NLE.shape}"
+        )
+    i_M, j_M = draw_pairs(len(counts_NLE), num_pairs, seed)
+    decode_dots_LM, decode_squares_LN = _pair_products(decode_NLE, None, i_M, j_M)
+    target_M = _centred_ranks(
+        cosine_distances(decode_dots_LM.sum(axis=0), decode_squares_LN.sum(axis=0), i_M, j_M)
+    )
+    dots_LM, squares_LN = _pair_products(counts_NLE, compute_idf(counts_NLE), i_M, j_M)
+
+    num_layers = counts_NLE.shape[1]
+    order: list[int] = []
+    rho_curve: list[float] = []
+    per_layer_rho = np.zeros(num_layers)
+    dot_M, square_N = np.zeros(len(i_M)), np.zeros(len(counts_NLE))
+    for _ in tqdm(range(num_layers), desc="layer selection", disable=not show_progress):
+        rho_L = np.full(num_layers, -np.inf)
+        for layer in set(range(num_layers)).difference(order):
+            distance_M = cosine_distances(
+                dot_M + dots_LM[layer], square_N + squares_LN[layer], i_M, j_M
+            )
+            rho_L[layer] = _correlation(_centred_ranks(distance_M), target_M)
+        if not order:
+            per_layer_rho = rho_L
+        best = int(rho_L.argmax())
+        order.append(best)
+        rho_curve.append(float(rho_L[best]))
+        dot_M += dots_LM[best]
+        square_N += squares_LN[best]
+    num_kept = int(np.argmax(rho_curve)) + 1
+    return LayerSelection(
+        mask=np.sort(np.array(order[:num_kept], dtype=np.int64)),
+        order=np.array(order, dtype=np.int64),
+        rho_curve=np.array(rho_curve),
+        per_layer_rho=per_layer_rho,
+    )
+
+
+def draw_pairs(num_requests: int, num_pairs: int, seed: int) -> tuple[IndexArray, IndexArray]:
+    """Random index pairs (i, j), i != j; fewer than `num_pairs`, since i = j is dropped.
+
+    Raises:
+        ValueError: none is left.
+    """
+    rng = np.random.default_rng(seed)
+    i_M = rng.integers(num_requests, size=num_pairs)
+    j_M = rng.integers(num_requests, size=num_pairs)
+    is_pair_M = i_M != j_M
+    if not is_pair_M.any():
+        raise ValueError(
+            f"no pair of two requests among {num_pairs} drawn from {num_requests}: draw more"
+        )
+    return i_M[is_pair_M], j_M[is_pair_M]
+
+
+def cosine_distances(
+    dot_M: Float64Array, square_N: Float64Array, i_M: IndexArray, j_M: IndexArray
+) -> Float64Array:
+    """1 - cosine of each pair, from dot products of pairs and squared norms of requests."""
+    norm_N = np.maximum(np.sqrt(square_N), MIN_NORM)
+    distance_M: Float64Array = 1.0 - dot_M / (norm_N[i_M] * norm_N[j_M])
+    return distance_M
+
+
+def _pair_products(
+    counts_NLE: CountArray,
+    weights_LE: NDArray[np.floating[Any]] | None,
+    i_M: IndexArray,
+    j_M: IndexArray,
+) -> tuple[Float64Array, Float64Array]:
+    """Per layer: dot product of each pair (L, M) and squared norm of each request (L, N)."""
+    num_requests, num_layers, _ = counts_NLE.shape
+    dots_LM = np.empty((num_layers, len(i_M)))
+    squares_LN = np.empty((num_layers, num_requests))
+    for layer in range(num_layers):
+        vectors_NE = counts_NLE[:, layer].astype(np.float64)
+        if weights_LE is not None:
+            vectors_NE *= weights_LE[layer]
+        squares_LN[layer] = np.einsum("ne,ne->n", vectors_NE, vectors_NE)
+        for start in range(0, len(i_M), CHUNK_PAIRS):
+            chunk = slice(start, start + CHUNK_PAIRS)
+            dots_LM[layer, chunk] = np.einsum(
+                "me,me->m", vectors_NE[i_M[chunk]], vectors_NE[j_M[chunk]]
+            )
+    return dots_LM, squares_LN
+
+
+def _centred_ranks(values_M: Float64Array) -> Float64Array:
+    """Average ranks less their mean; order kept, sum 0."""
+    ranks_M: Float64Array = rankdata(values_M) - (len(values_M) + 1) / 2
+    return ranks_M
+
+
+def _correlation(first_M: Float64Array, second_M: Float64Array) -> float:
+    """Pearson correlation of centred values; 0 if one is constant."""
+    scale = float(np.sqrt((first_M @ first_M) * (second_M @ second_M)))
+    return float(first_M @ second_M) / scale if scale > 0 else 0.0

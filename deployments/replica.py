@@ -1,0 +1,99 @@
+"""What prefill and decode replicas share: ports of the engine, and the heartbeat to the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from router.actor import router_handle
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 1.0
+
+
+def free_port(host: str, base: int, span: int = 2000) -> int:
+    """First port from `base` on that can be bound on `host`.
+
+    Raises:
+        OSError: none of `span` ports is free.
+    """
+    # Replicas that start side by side would all probe the same first port: start apart.
+    start = os.getpid() % span
+    for offset in range(span):
+        port = base + (start + offset) % span
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise OSError(
+        f"no free port in [{base}, {base + span}) on {host}: change kv_transfer.side_channel_port_base"
+    )
+
+
+def set_side_channel(host: str, base: int) -> None:
+    """Give this replica's engine a NIXL handshake address of its own.
+
+    vLLM reads it from the environment of the process that starts the engine.
+    """
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port(host, base))
+
+
+class Heartbeat:
+    """Tells the router that this replica is alive and how many requests it holds.
+
+    Runs on the replica's event loop. The router forgets a replica that stops; the centroid that the
+    router gave is sent along, so that a restarted router gives it again.
+    """
+
+    def __init__(
+        self, app_name: str, role: str, replica_id: str, url: str | None, load: Callable[[], int]
+    ) -> None:
+        self._app_name, self._role, self._replica_id, self._url = app_name, role, replica_id, url
+        self._load = load
+        self._centroid: int | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_lost = False
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Leave the router's pool; called when the replica drains."""
+        if self._task is not None:
+            self._task.cancel()
+        try:
+            await asyncio.wait_for(self._call("deregister", self._replica_id), timeout=2)
+        except Exception as err:  # the router may be gone too; it forgets us by itself
+            logger.info("could not deregister %s: %r", self._replica_id, err)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                answer: dict[str, Any] = await self._call(
+                    "heartbeat",
+                    self._role,
+                    self._replica_id,
+                    self._url,
+                    self._load(),
+                    self._centroid,
+                )
+                self._centroid = answer["centroid"]
+                if self._is_lost:
+                    logger.info("%s reaches the router again", self._replica_id)
+                self._is_lost = False
+            except Exception as err:
+                if not self._is_lost:
+                    logger.warning("%s does not reach the router: %r", self._replica_id, err)
+                self._is_lost = True
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await getattr(router_handle(self._app_name), method).remote(*args)

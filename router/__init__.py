@@ -1,0 +1,1 @@
+"""Decode routing: pure core (policies, ledger, routing core) and the thin shells around it."""

@@ -1,0 +1,101 @@
+"""The Ray actor around `RouterService`: one per application, named, detached, self-restarting.
+
+After a crash Ray starts it again; it loads the artifact and gets replicas, loads and centroids back
+from the next heartbeats (within a second). Until then callers choose by least load themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from typing import Any
+
+import ray
+
+from router.service import RouterService, RouterSettings
+
+NAMESPACE = "eldr"
+
+
+def actor_name(app_name: str) -> str:
+    """Name of an application's router actor."""
+    return f"{app_name}-router"
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
+class RouterActor:
+    """Thin: each method calls the service and returns what it says."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._service = RouterService(settings, time.monotonic)
+
+    async def configure(self, settings: RouterSettings) -> bool:
+        return self._service.configure(settings)
+
+    async def heartbeat(
+        self, role: str, replica_id: str, url: str | None, load: int, centroid: int | None
+    ) -> dict[str, Any]:
+        return self._service.heartbeat(role, replica_id, url, load, centroid)
+
+    async def deregister(self, replica_id: str) -> None:
+        self._service.deregister(replica_id)
+
+    async def suspect(self, replica_id: str) -> None:
+        self._service.suspect(replica_id)
+
+    async def select(
+        self,
+        request_id: str,
+        counts: bytes | None,
+        prompt_tokens: int | None,
+        domain: str | None,
+        exclude: Collection[str],
+        known_version: int,
+    ) -> dict[str, Any]:
+        return self._service.select(
+            request_id, counts, prompt_tokens, domain, exclude, known_version
+        )
+
+    async def release(self, request_id: str) -> None:
+        self._service.release(request_id)
+
+    async def view(self) -> dict[str, Any]:
+        """Version and map of live replicas."""
+        self._service.tick()
+        return {"version": self._service.version, "replicas": self._service.replicas()}
+
+    async def stats(self) -> dict[str, Any]:
+        return {**self._service.stats(), "pid": os.getpid()}
+
+
+_handles: dict[str, Any] = {}
+
+
+def router_handle(app_name: str) -> Any:
+    """Handle of the router actor, cached for the process.
+
+    Raises:
+        ValueError: there is no such actor (yet).
+    """
+    handle = _handles.get(app_name)
+    if handle is None:
+        handle = _handles[app_name] = ray.get_actor(actor_name(app_name), namespace=NAMESPACE)
+    return handle
+
+
+def forget_handle(app_name: str) -> None:
+    """Look the actor up again next time: the cached one is dead for good."""
+    _handles.pop(app_name, None)
+
+
+def create_router(app_name: str, settings: RouterSettings) -> Any:
+    """The application's router actor, started if there is none; takes the given settings."""
+    handle = RouterActor.options(
+        name=actor_name(app_name),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+    ).remote(settings)
+    _handles[app_name] = handle
+    return handle

@@ -1,0 +1,205 @@
+"""Routing policies that look at expert locality, and the factory for all policies.
+
+A policy is a plain object: arrays in, `Decision` out. It reads no clock and no environment, so the
+same object runs in the live router, in replay, in the simulator and in a unit test.
+
+Axes: K decode replicas, B replicas in the locality band.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from router.baselines import JSQ, P2C, Domain, Random, RoundRobin
+from router.types import Decision, FallbackReason, FloatArray, IntArray
+
+
+class Policy(Protocol):
+    """Chooses one decode replica. Not thread-safe: one policy object belongs to one router."""
+
+    @property
+    def name(self) -> str:
+        """Spelling in configuration, metrics and results."""
+        ...
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether `choose` uses `scores_K`; if not, the caller need not compute them."""
+        ...
+
+    def choose(
+        self,
+        scores_K: FloatArray | None,
+        loads_K: IntArray,
+        domain: str | None,
+        allowed: IntArray | None = None,
+    ) -> Decision:
+        """Pick a replica; may advance the policy's own random or round-robin state.
+
+        Args:
+            scores_K: cosine of the signature with each replica's centroid, shape (K,), in
+                [-1, 1]; NaN for a replica without a centroid; None without a signature.
+            loads_K: in-flight requests per replica; int64, shape (K,), >= 0, K >= 1.
+            domain: label of the request; only the domain oracle reads it.
+            allowed: ascending indices that may be chosen, at least one; None allows all K.
+        """
+        ...
+
+
+def least_loaded(loads_K: IntArray, allowed: IntArray | None = None) -> int:
+    """Lowest index among the allowed replicas with the fewest in-flight requests."""
+    if allowed is None:
+        return int(loads_K.argmin())
+    return int(allowed[loads_K[allowed].argmin()])
+
+
+def locality_band(scores_K: FloatArray, tau: float) -> IntArray:
+    """Decode replicas whose centroid is nearly as close as the closest one.
+
+    Args:
+        scores_K: cosine of the request's signature with each centroid, shape (K,), in [-1, 1],
+            K >= 1; NaN (no centroid) is never in the band.
+        tau: width of the band, in cosine units; 0 keeps only the maximum and exact ties.
+
+    Returns:
+        Ascending replica indices; int64, shape (B,), 1 <= B <= K.
+
+    Raises:
+        ValueError: scores_K is empty or all NaN, or tau is negative.
+
+    Source: ELDR (arXiv 2607.00466), online routing rule. A one-member band stays as it is; the
+    authors' later variant, which widens it to the two nearest, is not this rule.
+    """
+    if not tau >= 0:
+        raise ValueError(f"tau must be >= 0, got {tau}")
+    if scores_K.size == 0:
+        raise ValueError("scores_K must have at least one replica, got an empty array")
+    best = np.fmax.reduce(scores_K)
+    if best != best:
+        raise ValueError("scores_K must have at least one score, got only NaN (no centroids)")
+    return np.flatnonzero(scores_K >= best - tau)
+
+
+class Band:
+    """The paper's rule: the least loaded replica of the locality band, lowest index on ties.
+
+    A replica without a centroid is in no band; it is chosen only when no replica has a score.
+
+    Args:
+        tau: width of the band, in cosine units, in [0, 1]; the paper uses 0.1 everywhere.
+
+    Source: ELDR (arXiv 2607.00466).
+    """
+
+    name = "band"
+    needs_scores = True
+
+    def __init__(self, tau: float = 0.1) -> None:
+        if not 0 <= tau <= 1:
+            raise ValueError(f"tau must be in [0, 1], got {tau}")
+        self.tau = tau
+
+    def choose(
+        self,
+        scores_K: FloatArray | None,
+        loads_K: IntArray,
+        domain: str | None,
+        allowed: IntArray | None = None,
+    ) -> Decision:
+        """See `Policy.choose`."""
+        if scores_K is None:
+            return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_SIGNATURE)
+        if allowed is not None:
+            scores_K = _outside_as_nan(scores_K, allowed)
+        best = np.fmax.reduce(scores_K)
+        if best != best:
+            return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_CENTROID)
+        band = locality_band(scores_K, self.tau)
+        return Decision(least_loaded(loads_K, band), len(band))
+
+
+class Soft:
+    """Locality against load without an edge: argmax of cosine - lambda * (load / mean load - 1).
+
+    The mean is over the replicas that may be chosen; with nothing in flight the load term is 0.
+    Ties go to the smaller load, then to the lowest index. A replica without a centroid gets the
+    smallest score there is, so only its low load can attract requests.
+
+    Args:
+        lambda_: cosine given up per relative unit of load above the mean, >= 0.
+
+    Source: ours; beats the hard band at P50 and P99 in replay of published traces.
+    """
+
+    name = "soft"
+    needs_scores = True
+
+    def __init__(self, lambda_: float = 0.5) -> None:
+        if not 0 <= lambda_ < float("inf"):
+            raise ValueError(f"lambda must be >= 0 and finite, got {lambda_}")
+        self.lambda_ = lambda_
+
+    def choose(
+        self,
+        scores_K: FloatArray | None,
+        loads_K: IntArray,
+        domain: str | None,
+        allowed: IntArray | None = None,
+    ) -> Decision:
+        """See `Policy.choose`."""
+        if scores_K is None:
+            return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_SIGNATURE)
+        scores = scores_K if allowed is None else scores_K[allowed]
+        loads = loads_K if allowed is None else loads_K[allowed]
+        worst = np.fmin.reduce(scores)
+        if worst != worst:
+            return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_CENTROID)
+        value = np.where(np.isnan(scores), worst, scores).astype(np.float64)
+        total = int(loads.sum())
+        if total > 0:
+            value -= self.lambda_ * (loads * (len(loads) / total) - 1.0)
+        chosen = least_loaded(loads, np.flatnonzero(value == value.max()))
+        return Decision(chosen if allowed is None else int(allowed[chosen]))
+
+
+def make_policy(
+    name: str,
+    *,
+    tau: float = 0.1,
+    lambda_: float = 0.5,
+    seed: int = 1,
+    domain_replicas: Mapping[str, Sequence[int]] | None = None,
+) -> Policy:
+    """Build a policy from its name in the configuration.
+
+    Args:
+        name: one of random, rr, jsq, p2c, domain, band, soft.
+        tau: band width of `band`.
+        lambda_: load weight of `soft`.
+        seed: seed of the random draws of random, jsq, p2c and domain.
+        domain_replicas: replica indices per label, for `domain`.
+
+    Raises:
+        ValueError: the name is unknown, or a value the policy uses is out of range.
+    """
+    makers: dict[str, Callable[[], Policy]] = {
+        "random": lambda: Random(np.random.default_rng(seed)),
+        "rr": RoundRobin,
+        "jsq": lambda: JSQ(np.random.default_rng(seed)),
+        "p2c": lambda: P2C(np.random.default_rng(seed)),
+        "domain": lambda: Domain(domain_replicas or {}, np.random.default_rng(seed)),
+        "band": lambda: Band(tau),
+        "soft": lambda: Soft(lambda_),
+    }
+    if name not in makers:
+        raise ValueError(f"unknown routing policy {name!r}: use one of {', '.join(makers)}")
+    return makers[name]()
+
+
+def _outside_as_nan(scores_K: FloatArray, allowed: IntArray) -> FloatArray:
+    masked_K = np.full_like(scores_K, np.nan)
+    masked_K[allowed] = scores_K[allowed]
+    return masked_K

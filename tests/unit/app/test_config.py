@@ -1,0 +1,489 @@
+"""The schema: defaults, each refusal with its field and remedy, files, and back to YAML."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from app import config as config_module
+from app.config import ConfigError, EldrConfig, load_config
+from app.config_errors import fields_by_key
+from app.model_facts import FactsError, artifact_facts, model_facts
+
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 2048,
+}
+BASE: dict[str, Any] = {
+    "model": {"path": "org/name", "served_name": "demo"},
+    "router": {"policy": "jsq"},
+}
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with dotted keys of `changes` set; the value ... removes a key."""
+    result = json.loads(json.dumps(base))
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        target = result
+        for section in sections:
+            target = target.setdefault(section, {})
+        if value is ...:
+            target.pop(key, None)
+        else:
+            target[key] = value
+    return result
+
+
+def write(folder: Path, data: Any) -> Path:
+    file = folder / "eldr.yaml"
+    file.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return file
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MOE | changes))
+    (folder / "model.safetensors").write_bytes(b"12345")
+    return folder
+
+
+def write_artifact(folder: Path, model: Path, **changes: Any) -> Path:
+    facts = model_facts(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "format_version": 1,
+        "model_id": "models/demo",
+        "fingerprint": facts.fingerprint,
+        "num_layers": facts.num_moe_layers,
+        "num_experts": facts.num_experts,
+        "top_k": facts.top_k,
+        "k": 2,
+    }
+    (folder / "calibration.json").write_text(json.dumps(data | changes))
+    return folder
+
+
+def refusal(folder: Path, changes: dict[str, Any]) -> str:
+    file = write(folder, merged(BASE, changes))
+    with pytest.raises(ConfigError) as info:
+        load_config(file)
+    for line in str(info.value).splitlines():
+        assert line.startswith(f"{file}: ")
+    return str(info.value).replace(f"{file}: ", "")
+
+
+# --- schema ---------------------------------------------------------------------------------------
+
+
+def all_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, field in fields_by_key(model).items():
+        yield f"{prefix}{key}", field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from all_fields(field.annotation, f"{prefix}{key}.")
+
+
+@pytest.mark.parametrize(("path", "field"), list(all_fields(EldrConfig)))
+def test_every_field_has_one_sentence_of_documentation(path: str, field: Any) -> None:
+    text = field.description or ""
+    assert text.endswith("."), f"{path} needs a docstring"
+    assert ". " not in text, f"{path}: one sentence"
+
+
+def test_only_the_model_has_fields_without_default() -> None:
+    required = [path for path, field in all_fields(EldrConfig) if field.is_required()]
+    assert required == ["model", "model.path", "model.served_name"]
+
+
+def test_defaults() -> None:
+    config = EldrConfig.model_validate(BASE)
+    assert (config.prefill.num_replicas, config.decode.num_replicas) == (1, 2)
+    assert config.kv_transfer.progress_thread == "auto"
+    assert config.router.lambda_ == 0.5
+    assert config.reservation_ttl_s == 360.0
+    assert config.model.trust_remote_code is False
+
+
+def test_config_is_frozen() -> None:
+    config = EldrConfig.model_validate(BASE)
+    with pytest.raises(ValidationError):
+        config.router.tau = 0.5  # type: ignore[misc]
+
+
+def test_json_schema_uses_yaml_names_and_carries_the_docstrings() -> None:
+    properties = EldrConfig.model_json_schema(by_alias=True)["$defs"]["RouterConfig"]["properties"]
+    assert "lambda" in properties
+    assert "lambda_" not in properties
+    assert properties["tau"]["description"].startswith("Width of the locality band")
+
+
+def test_importing_the_schema_needs_no_ray_vllm_or_torch() -> None:
+    code = (
+        "import sys, app.config, app.errors, app.requests, app.prefill_request, app.cli\n"
+        "print([m for m in ('ray', 'vllm', 'torch', 'numpy') if m in sys.modules])"
+    )
+    root = Path(config_module.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+BAD_FIELDS = [
+    ({"model.path": ...}, ["model.path: is required: Local model folder"]),
+    ({"model": ...}, ["model: is required"]),
+    ({"model.path": ""}, ["model.path: must not be empty"]),
+    ({"model.served_name": 7}, ["model.served_name: must be text", "got 7"]),
+    ({"model.dtype": "int8"}, ["model.dtype: must be one of 'auto'", "got 'int8'"]),
+    ({"model.dtyp": "auto"}, ["model.dtyp: unknown key: did you mean 'dtype'?"]),
+    ({"tau": 0.2}, ["tau: unknown key here: did you mean router.tau?"]),
+    ({"decode.tau": 0.2}, ["decode.tau: unknown key here: did you mean router.tau?"]),
+    ({"http.zzz": 1}, ["http.zzz: unknown key: accepted are host, port"]),
+    ({"num_replicas": 2}, ["did you mean prefill.num_replicas or decode.num_replicas?"]),
+    ({"device": "tpu"}, ["device: must be one of 'auto', 'cpu' or 'gpu', got 'tpu'"]),
+    ({"decode.num_replicas": 0}, ["decode.num_replicas: must be >= 1, got 0"]),
+    ({"decode.num_replicas": True}, ["decode.num_replicas: must be an integer, got true"]),
+    ({"decode.num_replicas": "2"}, ["decode.num_replicas: must be an integer, got '2'"]),
+    ({"decode.num_replicas": 1.5}, ["decode.num_replicas: must be an integer, got 1.5"]),
+    ({"decode.num_replicas": None}, ["must be an integer, got nothing (null)"]),
+    ({"prefill.kv_cache_gib": 0}, ["prefill.kv_cache_gib: must be >= 1, got 0"]),
+    ({"prefill.env": {"A": 1}}, ["prefill.env.A: must be text (quote it in YAML), got 1"]),
+    ({"prefill": 3}, ["prefill: must be a mapping of keys to values, got 3"]),
+    ({"router.tau": 1.3}, ["router.tau: must be in [0, 1], got 1.3"]),
+    ({"router.tau": float("nan")}, ["router.tau: must be a finite number"]),
+    ({"router.lambda": -1}, ["router.lambda: must be >= 0, got -1"]),
+    ({"router.policy": "best"}, ["router.policy: must be one of", "'soft', got 'best'"]),
+    ({"router.select_timeout_s": 0}, ["router.select_timeout_s: must be > 0, got 0"]),
+    ({"router.domain_header": "X Y"}, ["router.domain_header:", "got 'X Y'"]),
+    ({"kv_transfer.progress_thread": "on"}, ["must be one of 'auto', true or false, got 'on'"]),
+    ({"kv_transfer.lease_s": 3}, ["kv_transfer.lease_s: must be >= 5.0, got 3"]),
+    ({"http.port": 70000}, ["http.port: must be in [1, 65535], got 70000"]),
+    ({"limits.max_body_bytes": 10}, ["limits.max_body_bytes: must be >= 1024, got 10"]),
+    ({"limits.max_retries": -1}, ["limits.max_retries: must be >= 0, got -1"]),
+    ({"app_name": "a b"}, ["app_name:", "got 'a b'"]),
+]
+BAD_KWARGS = [
+    ({f"prefill.engine_kwargs.{key}": 1}, [f"prefill.engine_kwargs: {key} is set by", "remove it"])
+    for key in config_module.OWNED_ENGINE_KWARGS
+]
+BAD_RELATIONS = [
+    (
+        {"decode.engine_kwargs": {"dtype": "half", "seed": 1, "model": "x"}},
+        ["decode.engine_kwargs: dtype is set by model.dtype; model is set by model.path: remove"],
+    ),
+    ({"decode.env": {"OMP_NUM_THREADS": "2"}}, ["decode.env: OMP_NUM_THREADS", "omp_threads"]),
+    (
+        {"model.enable_auto_tool_choice": True},
+        ["model.tool_call_parser: is required when model.enable_auto_tool_choice is true"],
+    ),
+    ({"decode.block_size": 48, "device": "cpu"}, ["decode.block_size: must be a multiple of 32"]),
+    ({"prefill.block_size": 24}, ["prefill.block_size: must be a multiple of 16", "got 24"]),
+    ({"decode.block_size": 256}, ["decode.block_size: must be <= 255", "switch capture off"]),
+    (
+        {"prefill.max_num_batched_tokens": 32},
+        ["prefill.max_num_batched_tokens: must be >= max_num_seqs (64), got 32", "raise it"],
+    ),
+    (
+        {"device": "gpu", "decode.kv_cache_gib": 2},
+        ["decode.kv_cache_gib: sizes CPU engines", "gpu_memory_utilization"],
+    ),
+    ({"device": "gpu", "decode.omp_threads": 2}, ["decode.omp_threads: is for CPU", "remove it"]),
+    ({"device": "cpu", "decode.num_gpus": 1}, ["decode.num_gpus: is 1", "set device: gpu"]),
+    (
+        {"kv_transfer.side_channel_port_base": 65534},
+        ["kv_transfer.side_channel_port_base: 3 workers need ports 65534 to 65536", "lower it"],
+    ),
+    (
+        {"kv_transfer.side_channel_port_base": 7999},
+        ["workers use ports 7999 to 8001, among them http.port 8000: move one"],
+    ),
+    ({"router.policy": "soft"}, ["router.artifact: policy 'soft' needs", "eldr calibrate fit"]),
+    ({"router.policy": ...}, ["router.artifact: policy 'soft' needs"]),
+    (
+        {"router.policy": "band", "router.capture": False, "router.artifact": "x"},
+        ["router.capture: must be true, got false: policy 'band'", "such as jsq"],
+    ),
+    (
+        {"router.reservation_ttl_s": 10},
+        ["router.reservation_ttl_s: is 10 s, below limits.request_timeout_s 300 s", "raise it"],
+    ),
+    (
+        {"limits.request_timeout_s": 60},
+        ["limits.prefill_timeout_s: is 120 s, above limits.request_timeout_s 60 s: lower it"],
+    ),
+    (
+        {"router.select_timeout_s": 30},
+        ["kv_transfer.lease_s: is 60 s, below the 92 s that may pass", "raise it"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "texts"), BAD_FIELDS + BAD_KWARGS + BAD_RELATIONS)
+def test_bad_configuration_is_refused(
+    tmp_path: Path, changes: dict[str, Any], texts: list[str]
+) -> None:
+    message = refusal(tmp_path, changes)
+    for text in texts:
+        assert text in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"decode.block_size": 32, "device": "cpu"},
+        {"decode.block_size": 48},
+        {"decode.block_size": 512, "router.capture": False},
+        {"kv_transfer.progress_thread": False},
+        {"decode.kv_cache_gib": 1},
+        {"router.artifact": None},
+        {"decode.engine_kwargs": {"gpu_memory_utilization": 0.8}},
+        {"model.enable_auto_tool_choice": True, "model.tool_call_parser": "hermes"},
+        {"limits.api_keys_env": "ELDR_API_KEYS"},
+        {"http.port": 20003},
+    ],
+)
+def test_good_configuration_is_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
+    load_config(write(tmp_path, merged(BASE, changes)))
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    message = refusal(tmp_path, {"router.tau": 2, "http.port": 0, "x": 1})
+    assert [line.split(":")[0] for line in message.splitlines()] == ["router.tau", "http.port", "x"]
+    message = refusal(tmp_path, {"limits.request_timeout_s": 60, "decode.block_size": 24})
+    assert len(message.splitlines()) == 2
+
+
+def test_a_pasted_api_key_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    message = refusal(tmp_path, {"limits.api_keys_env": "sk-secret-1"})
+    assert "limits.api_keys_env: must be the name of an environment variable" in message
+    assert "secret" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "the file is empty"),
+        ("# only a comment\n", "the file is empty"),
+        ("- a\n", "must be a mapping of sections such as `model:`, got a list"),
+        ("3", "got 3"),
+        ("model: {path: a/b, served_name: c}\n1: 2\n", "1: keys must be text, got 1"),
+        ("? [a]\n: 3\n", "line 1, column 3"),
+        ("a: [1\n", "line 2, column 1"),
+        ("a: !!python/object/apply:os.system ['true']\n", "line 1, column 4"),
+        ("http:\n  port: 1\n  port: 2\n", "line 3, column 3: duplicate key 'port'"),
+        ("http: {}\nmodel: {}\nhttp: {}\n", "duplicate key 'http', first given on line 1"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, expected: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as info:
+        load_config(file)
+    assert str(info.value).startswith(f"{file}: ")
+    assert expected in str(info.value)
+
+
+def test_missing_folder_and_binary_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="cannot read the file"):
+        load_config(tmp_path)
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(tmp_path / "x.yaml")
+
+
+def test_config_error_is_a_value_error_with_its_problems(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"router\.tau") as info:
+        load_config(write(tmp_path, merged(BASE, {"router.tau": 2})))
+    assert isinstance(info.value, ConfigError)
+    assert [problem.path for problem in info.value.problems] == ["router.tau"]
+
+
+# --- resolution -----------------------------------------------------------------------------------
+
+
+def test_paths_count_from_the_file(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "models" / "demo")
+    artifact = write_artifact(tmp_path / "cal", model)
+    (tmp_path / "conf").mkdir()
+    for given in ("../models/demo", str(model)):
+        changes = {"model.path": given, "router": {"policy": "soft", "artifact": "../cal"}}
+        config = load_config(write(tmp_path / "conf", merged(BASE, changes)))
+        assert config.model.path == str(model)
+        assert config.model.is_local
+        assert config.router.artifact == str(artifact)
+
+
+def test_a_folder_wins_over_a_hub_id_of_the_same_name(tmp_path: Path) -> None:
+    assert not load_config(write(tmp_path, BASE)).model.is_local
+    write_model(tmp_path / "org" / "name")
+    assert load_config(write(tmp_path, BASE)).model.path == str(tmp_path / "org" / "name")
+
+
+def test_resolved_yaml_loads_to_the_same(tmp_path: Path) -> None:
+    changes = {"router.lambda": 2, "decode.engine_kwargs": {"seed": 1}, "decode.env": {"A": "é"}}
+    config = load_config(write(tmp_path, merged(BASE, changes)))
+    text = config.to_yaml()
+    assert yaml.safe_load(text)["router"]["reservation_ttl_s"] == 360.0
+    again = load_config(write(tmp_path, text))
+    assert again.to_yaml() == text
+    assert again.reservation_ttl_s == config.reservation_ttl_s
+    assert again.decode == config.decode
+
+
+# --- model and artifact files ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["./none", "../none", "/none/at/all", "a/b/c", "~none/x"])
+def test_missing_local_model_is_refused(tmp_path: Path, path: str) -> None:
+    message = refusal(tmp_path, {"model.path": path})
+    assert message.startswith("model.path: cannot read ")
+    assert "config.json" in message
+    assert "hub id org/name" in message
+
+
+def test_dense_model_is_refused_while_capture_is_on(tmp_path: Path) -> None:
+    write_model(tmp_path / "dense", num_experts=None)
+    message = refusal(tmp_path, {"model.path": "./dense"})
+    assert "is not a Mixture-of-Experts model" in message
+    assert "router.capture: false" in message
+    changes = {"model.path": "./dense", "router.capture": False}
+    assert load_config(write(tmp_path, merged(BASE, changes)))
+
+
+def test_too_long_context_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "m")
+    message = refusal(tmp_path, {"model.path": "./m", "model.max_model_len": 4096})
+    assert "model.max_model_len: must be <= 2048" in message
+    assert "got 4096" in message
+
+
+def soft(**changes: Any) -> dict[str, Any]:
+    return {"model.path": "./m", "router": {"policy": "soft", "artifact": "cal"}} | changes
+
+
+def test_artifact_for_another_number_of_replicas_is_refused(tmp_path: Path) -> None:
+    write_artifact(tmp_path / "cal", write_model(tmp_path / "m"), k=8)
+    message = refusal(tmp_path, soft(**{"decode.num_replicas": 16}))
+    assert message == (
+        "router.artifact: artifact has K=8 centroids but decode.num_replicas is 16: refit with "
+        "`eldr calibrate fit --k 16`"
+    )
+    # A policy that uses no centroids does not care.
+    load_config(write(tmp_path, merged(BASE, soft(**{"router.policy": "jsq"}))))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_layers": 3}, {"num_experts": 64}, {"top_k": 8}, {"fingerprint": "0123456789abcdef"}],
+)
+def test_artifact_for_another_model_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    model = write_model(tmp_path / "m")
+    write_artifact(tmp_path / "cal", model, **change)
+    message = refusal(tmp_path, soft())
+    assert "router.artifact: artifact was fitted for models/demo" in message
+    assert str(next(iter(change.values()))) in message
+    assert model_facts(model).fingerprint in message
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "cannot read"),
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object, got list"),
+        ('{"format_version": 1, "model_id": "x"}', "field 'fingerprint' must be of type str"),
+    ],
+)
+def test_broken_artifact_is_refused(tmp_path: Path, content: str | None, text: str) -> None:
+    write_model(tmp_path / "m")
+    if content is not None:
+        (tmp_path / "cal").mkdir()
+        (tmp_path / "cal" / "calibration.json").write_text(content)
+    message = refusal(tmp_path, soft())
+    assert message.startswith("router.artifact: ")
+    assert text in message
+
+
+# --- model facts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_moe_layers", "num_experts"),
+    [
+        ({}, 4, 32),
+        ({"mlp_only_layers": [0, 2]}, 2, 32),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, 0, 0),
+        ({"decoder_sparse_step": 2}, 2, 32),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, 1, 32),
+        ({"first_k_dense_replace": 1}, 3, 32),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, 1, 32),
+        ({"moe_layer_freq": [0, 1, 1]}, 2, 32),
+        ({"num_experts": None, "num_local_experts": 8}, 4, 8),
+        ({"num_experts": None, "n_routed_experts": 64}, 4, 64),
+        ({"num_experts": None}, 0, 0),
+        ({"num_experts": 1}, 0, 0),
+        ({"num_experts": None, "text_config": {"num_experts": 16}}, 4, 16),
+    ],
+)
+def test_model_facts(
+    tmp_path: Path, changes: dict[str, Any], num_moe_layers: int, num_experts: int
+) -> None:
+    facts = model_facts(write_model(tmp_path, **changes))
+    assert (facts.num_moe_layers, facts.num_experts) == (num_moe_layers, num_experts)
+    assert facts.top_k == (4 if num_experts else 0)
+    assert facts.is_moe == bool(num_experts)
+    assert facts.model_type == "qwen3_moe"
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        (None, 2048),
+        ({"rope_type": "linear", "factor": 4.0}, 8192),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "default"}, 2048),
+    ],
+)
+def test_context_length_follows_rope_scaling(tmp_path: Path, rope: Any, length: int) -> None:
+    assert model_facts(write_model(tmp_path, rope_scaling=rope)).max_position_embeddings == length
+
+
+def test_fingerprint_follows_architecture_and_weights(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "a")
+    first = model_facts(model).fingerprint
+    assert len(first) == 16
+    assert int(first, 16) >= 0
+    assert model_facts(write_model(tmp_path / "b")).fingerprint == first
+    same = write_model(tmp_path / "c", max_position_embeddings=99, transformers_version="5")
+    assert model_facts(same).fingerprint == first
+    assert model_facts(write_model(tmp_path / "d", num_experts=16)).fingerprint != first
+    (model / "model.safetensors").write_bytes(b"123456")
+    assert model_facts(model).fingerprint != first
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"num_experts": "many"}'])
+def test_broken_model_config_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(FactsError, match=r"config\.json"):
+        model_facts(tmp_path)
+
+
+def test_artifact_facts_reads_what_the_check_needs(tmp_path: Path) -> None:
+    facts = artifact_facts(write_artifact(tmp_path / "cal", write_model(tmp_path / "m"), k=5))
+    assert (facts.k, facts.num_layers, facts.num_experts, facts.top_k) == (5, 4, 32, 4)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from calibration.artifact import Artifact
+from calibration.cli import add_cli
+from tests.builders import build_capture
+
+
+def run(*words: object) -> int:
+    parser = argparse.ArgumentParser(prog="eldr")
+    add_cli(parser.add_subparsers())
+    args = parser.parse_args(["calibrate", *map(str, words)])
+    return args.func(args)
+
+
+def test_fit_then_show(tmp_path, capsys):
+    build_capture(24).save(tmp_path / "capture")
+    options = ["--k", 3, "--seed", 5, "--tau", 0.2, "--workload", "tasks"]
+    assert run("fit", tmp_path / "capture", "--out", tmp_path / "artifact", *options) == 0
+    artifact = Artifact.load(tmp_path / "artifact")
+    assert (artifact.k, artifact.seed, artifact.tau, artifact.workload) == (3, 5, 0.2, "tasks")
+    assert run("show", tmp_path / "artifact", "--out", tmp_path / "pictures") == 0
+    assert len(list((tmp_path / "pictures").glob("*.png"))) == 3
+    assert run("show", tmp_path / "artifact", "--capture", tmp_path / "capture") == 0
+    assert "K = 3, tau = 0.2, seed = 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fit", "CAPTURE", "--k", 99, "--out", "OUT"], "k=99 clusters need at least 99"),
+        (["fit", "CAPTURE", "--k", 2, "--out", "OUT", "--tau", 3], "tau in [0, 1]"),
+        (["fit", "NOWHERE", "--k", 2, "--out", "OUT"], "no file capture.json"),
+        (["show", "CAPTURE"], "no file calibration.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(tmp_path, capsys, words, message):
+    build_capture(6).save(tmp_path / "CAPTURE")
+    paths = {"CAPTURE", "OUT", "NOWHERE"}
+    assert run(*(tmp_path / word if word in paths else word for word in words)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "OUT").exists()
+
+
+def test_other_commands_can_join():
+    parser = argparse.ArgumentParser()
+    commands = add_cli(parser.add_subparsers())
+    commands.add_parser("capture").set_defaults(func=lambda args: 7)
+    args = parser.parse_args(["calibrate", "capture"])
+    assert args.func(args) == 7
