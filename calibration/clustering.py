@@ -128,8 +128,8 @@ class BalancedSphericalKMeans(SphericalKMeans):
 
     Every iteration finds an exact optimum of the capacity-constrained assignment. It is solved as
     a transport problem between N points and K clusters instead of the paper's linear assignment
-    with replicated columns: the same optimum, some tens of times faster. Parameters and attributes
-    are those of `SphericalKMeans`.
+    with replicated columns: the same optimum in 11 to 55 times less time (N = 1000 and 3000).
+    Parameters and attributes are those of `SphericalKMeans`.
     """
 
     def _assign(self, cost_NK: FloatArray, state: Any) -> tuple[IndexArray, Any]:

@@ -17,7 +17,8 @@ IndexArray = NDArray[np.int64]
 
 TOLERANCE = 1e-12
 """Gains below this are rounding noise of costs around 1."""
-PRICE_ROUNDS = 5
+PRICE_STEPS = 10
+"""Most price raises per cluster before single points are passed; more gained nothing in trials."""
 
 
 def assign_with_capacity(
@@ -64,32 +65,32 @@ def assign_with_capacity(
 
 
 def _level_prices(cost_NK: Float64Array, capacity: int, prices_K: Float64Array) -> None:
-    """Raise the prices of overfull clusters, one at a time, until each would just be full.
+    """Raise the price of the fullest cluster until it is just full, many times over.
 
-    Only a start: it may leave some clusters a little over or under.
+    Only a start: when it ends, some clusters are still a little over or under.
     """
+    num_clusters = len(prices_K)
     priced_NK = cost_NK + prices_K
     labels_N = priced_NK.argmin(axis=1)
-    for _ in range(PRICE_ROUNDS):
-        sizes_K = np.bincount(labels_N, minlength=len(prices_K))
-        over = np.flatnonzero(sizes_K > capacity)
-        if len(over) == 0:
-            return
-        for k in over[np.argsort(-sizes_K[over])]:
-            members = np.flatnonzero(labels_N == k)
-            excess = len(members) - capacity
-            if excess <= 0:
-                continue
-            rows = priced_NK[members]
-            own = rows[:, k].copy()
-            rows[:, k] = np.inf
-            next_best = rows.argmin(axis=1)
-            margins = rows[np.arange(len(members)), next_best] - own
-            leaving = np.argpartition(margins, excess - 1)[:excess]
-            raised = margins[leaving].max()
-            prices_K[k] += raised
-            priced_NK[:, k] += raised
-            labels_N[members[leaving]] = next_best[leaving]
+    sizes_K = np.bincount(labels_N, minlength=num_clusters)
+    for _ in range(PRICE_STEPS * num_clusters):
+        if np.maximum(sizes_K - capacity, 0).sum() <= num_clusters:
+            return  # passing single points is cheaper now
+        k = int(sizes_K.argmax())
+        members = np.flatnonzero(labels_N == k)
+        excess = len(members) - capacity
+        rows = priced_NK[members]
+        own = rows[:, k].copy()
+        rows[:, k] = np.inf
+        next_best = rows.argmin(axis=1)
+        margins = rows[np.arange(len(members)), next_best] - own
+        leaving = np.argpartition(margins, excess - 1)[:excess]
+        raised = margins[leaving].max()
+        prices_K[k] += raised
+        priced_NK[:, k] += raised
+        labels_N[members[leaving]] = next_best[leaving]
+        sizes_K[k] -= excess
+        sizes_K += np.bincount(next_best[leaving], minlength=num_clusters)
 
 
 class _ClusterGraph:

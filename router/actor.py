@@ -91,7 +91,7 @@ def forget_handle(app_name: str) -> None:
 
 def create_router(app_name: str, settings: RouterSettings) -> Any:
     """The application's router actor, started if there is none; takes the given settings."""
-    handle = RouterActor.options(
+    handle = RouterActor.options(  # type: ignore[attr-defined]
         name=actor_name(app_name),
         namespace=NAMESPACE,
         lifetime="detached",

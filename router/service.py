@@ -246,7 +246,7 @@ class RouterService:
         artifact = self.core.artifact
         if counts is None or artifact is None:
             return None
-        flat = np.frombuffer(counts, dtype="<u2") if len(counts) % 2 == 0 else np.empty(0)
-        if flat.size != artifact.num_layers * artifact.num_experts:
+        flat: CountArray = np.frombuffer(counts[: len(counts) // 2 * 2], dtype="<u2")
+        if len(counts) % 2 or flat.size != artifact.num_layers * artifact.num_experts:
             return flat  # wrong shape: the core counts it as a bad signature
         return flat.reshape(artifact.num_layers, artifact.num_experts)

@@ -49,7 +49,7 @@ def transports(draw):
     return cost_NK, capacity, prices
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(transports())
 def test_assignment_is_an_optimum(transport):
     cost_NK, capacity, prices_K = transport
@@ -64,7 +64,7 @@ def test_assignment_is_an_optimum(transport):
     assert (sizes_K[prices_K > 1e-9] == capacity).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 5), st.integers(0, 99))
 def test_clusters_are_balanced(num_points, num_clusters, num_groups, seed):
     num_clusters = min(num_clusters, num_points)

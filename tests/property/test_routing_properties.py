@@ -139,11 +139,11 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(self.ledger) == 0
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 test_ledger = LedgerMachine.TestCase
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.one_of(
@@ -179,7 +179,7 @@ def test_core_keeps_its_books(steps):
     assert not core.loads(0.0).any()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(2, 12), st.integers(0, 11))
 def test_ring_moves_only_the_keys_of_the_replica_that_left(num_replicas, gone):
     replicas = [f"prefill-{i}" for i in range(num_replicas)]
@@ -199,7 +199,7 @@ def test_ring_moves_only_the_keys_of_the_replica_that_left(num_replicas, gone):
     assert moved <= 2.0 * len(keys) / num_replicas + 15
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.binary(max_size=20))
 def test_ring_never_picks_above_the_bound(loads, key):
     replicas = [f"p{i}" for i in range(len(loads))]

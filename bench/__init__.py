@@ -1,0 +1,1 @@
+"""Benchmarks, one module each, reached as `eldr bench NAME`."""
