@@ -47,8 +47,11 @@ api = FastAPI(title="Eldr Serve", docs_url=None, redoc_url=None)
 
 
 class Ingress:
-    """One ingress replica. `app.main` joins it with `api` (serve.ingress copies what it decorates,
-    so it must see this module whole). All state is per process; what must be shared is in the router actor."""
+    """One ingress replica. All state is per process; what must be shared is in the router actor.
+
+    `app.main` joins it with `api`: serve.ingress copies what it decorates, so it must see this
+    module whole.
+    """
 
     def __init__(
         self,
@@ -127,6 +130,15 @@ class Ingress:
         is_ready = all(numbers.values())
         body = {"status": "ready" if is_ready else "starting", "replicas": numbers}
         return JSONResponse(body, status_code=200 if is_ready else 503)
+
+    @api.get("/status")
+    async def status(self, request: Request) -> Response:
+        """The router's view: loads, centroids, counters. Needs the key, if there are any."""
+
+        async def stats(request: Request) -> Response:
+            return JSONResponse(await self._router.stats())
+
+        return await self._guarded(request, stats)
 
     # ---- inside
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -49,9 +50,7 @@ class Running:
                 processes.end(self.run_id, exclude=_guards())
 
 
-def start(
-    config: EldrConfig, progress: Callable[[str], None] = lambda text: None
-) -> Running:
+def start(config: EldrConfig, progress: Callable[[str], None] = lambda text: None) -> Running:
     """Start an application and wait until it is ready.
 
     Args:
@@ -59,14 +58,15 @@ def start(
         progress: told what is going on, a short text at a time.
 
     Raises:
-        RuntimeError: it did not become ready.
+        RuntimeError: the port is in use, or it did not become ready.
     """
+    global _guard
     begin = time.monotonic()
+    _check_port(config)
     run_id = processes.start_run()
     is_local = "RAY_ADDRESS" not in os.environ
     _set_environment(config)
     if is_local:
-        global _guard
         _guard = processes.start_guard(run_id)
     progress("starting Ray")
     import ray
@@ -90,9 +90,13 @@ def start(
     create_router(config.app_name, router_settings(config))
     running = Running(config, run_id, begin)
     progress("starting engines")
-    target = serve.RunTarget(build_app(config), name=config.app_name, route_prefix="/")
-    serve.run_many([target], wait_for_applications_running=False)
-    wait_ready(running, progress)
+    try:
+        target = serve.RunTarget(build_app(config), name=config.app_name, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+        wait_ready(running, progress)
+    except BaseException:
+        running.stop()
+        raise
     return running
 
 
@@ -127,6 +131,16 @@ def wait_ready(running: Running, progress: Callable[[str], None]) -> None:
     raise RuntimeError(f"the application was not ready within {READY_TIMEOUT_S:g} s: {up}")
 
 
+def _check_port(config: EldrConfig) -> None:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        if probe.connect_ex((config.http.host, config.http.port)) == 0:
+            raise RuntimeError(
+                f"port {config.http.port} on {config.http.host} is in use: end what listens there "
+                "(`eldr stop` if it is an older run), or change http.port"
+            )
+
+
 def _replicas_up(url: str) -> dict[str, int]:
     try:
         with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:
@@ -142,7 +156,7 @@ def _replicas_up(url: str) -> dict[str, int]:
     return replicas if isinstance(replicas, dict) else {}
 
 
-def _num_cpus(config: EldrConfig) -> float:
+def _num_cpus(config: EldrConfig) -> int:
     engines = (config.prefill, config.decode)
     need = sum(e.num_replicas * e.num_cpus * e.tensor_parallel_size for e in engines)
     return int(need + config.http.num_ingress_replicas * 0.1) + 1
@@ -152,8 +166,10 @@ def _set_environment(config: EldrConfig) -> None:
     """The one place where this program sets what Ray reads from the environment."""
     os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if config.http.haproxy else "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", "1")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if "RAY_ADDRESS" not in os.environ:
+        # No load balancer outside has to notice that we go: do not wait for it.
+        os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
+        os.environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", "1")
 
 
 _guard: Any = None

@@ -73,8 +73,11 @@ class ReplicaDied(Exception):
 class DecodeStream(Protocol):
     """An open answer of a decode replica."""
 
-    status: int
-    content_type: str
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def content_type(self) -> str: ...
 
     def chunks(self) -> AsyncIterator[bytes]:
         """Bytes as they come. Raises ReplicaDied when the connection breaks off."""

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.handle import DeploymentHandle
 
 from app.errors import NoDecodeReplica, PrefillFailed
-from app.pd_flow import Handoff, PdRequest, Placement, ReplicaDied, UpstreamRefused
+from app.pd_flow import DecodeStream, Handoff, PdRequest, Placement, ReplicaDied, UpstreamRefused
 from app.prefill_request import decode_body, prefill_body, rendered_output_fields
 from deployments.decode import INTERNAL_KEY_HEADER
 from router.actor import create_router, forget_handle, router_handle
@@ -102,6 +102,19 @@ class RouterClient:
     def num_replicas(self, role: str) -> int:
         return len(self._replicas[role])
 
+    async def stats(self) -> dict[str, Any]:
+        """The actor's statistics and our own.
+
+        Raises:
+            NoDecodeReplica: the router does not answer.
+        """
+        try:
+            async with asyncio.timeout(5):
+                stats: dict[str, Any] = await router_handle(self._app_name).stats.remote()
+        except (RayError, TimeoutError, ValueError) as err:
+            raise NoDecodeReplica(f"the router does not answer ({type(err).__name__})") from err
+        return {**stats, "own_in_flight": len(self._own), "own_fallbacks": self.num_fallbacks}
+
     def url_of_any(self) -> str | None:
         """URL of some decode replica, for requests that need no routing (tokenize)."""
         return next(iter(self._replicas["decode"].values()), None)
@@ -161,9 +174,7 @@ class RouterClient:
         self._own[request.request_id] = replica_id
         url = candidates[replica_id]
         assert url is not None
-        return Placement(
-            replica_id, url, "least_load", fallback=str(FallbackReason.ROUTER_AWAY)
-        )
+        return Placement(replica_id, url, "least_load", fallback=str(FallbackReason.ROUTER_AWAY))
 
     def _note_back(self) -> None:
         if self._is_away:
@@ -271,7 +282,7 @@ class DecodeClient:
 
     async def open(
         self, placement: Placement, request: PdRequest, handoff: Handoff | None
-    ) -> HttpStream | WholeAnswer:
+    ) -> DecodeStream:
         params = handoff.kv_transfer_params if handoff is not None else None
         body = decode_body(request.body, params)
         self._attend(placement.replica_id, request.request_id)
@@ -301,5 +312,3 @@ class DecodeClient:
         task = asyncio.create_task(attend())
         self._attending.add(task)
         task.add_done_callback(self._attending.discard)
-
-

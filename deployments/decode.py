@@ -44,6 +44,7 @@ class Gate:
         self._ended: dict[str, asyncio.Event] = {}
         self._arrived: dict[str, asyncio.Event] = {}
         self.num_running = 0
+        self._idle = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -60,12 +61,20 @@ class Gate:
         if arrived := self._arrived.get(request_id):
             arrived.set()
         self.num_running += 1
+        self._idle.clear()
         try:
             await self._app(scope, receive, send)
         finally:
             self.num_running -= 1
+            if not self.num_running:
+                self._idle.set()
             ended.set()
             self._ended.pop(request_id, None)
+
+    async def wait_idle(self) -> None:
+        """Wait until no stream runs."""
+        if self.num_running:
+            await self._idle.wait()
 
     async def wait_ended(self, request_id: str) -> bool:
         """Wait for a stream to end; False if it never came."""
@@ -85,7 +94,7 @@ class Gate:
 class DecodeServer(LLMServer):
     """Pulls KV and streams tokens over its own HTTP port."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]
         self, llm_config: LLMConfig, *, app_name: str, port_base: int, internal_key: str
     ) -> None:
         host = ray.util.get_node_ip_address()
@@ -108,7 +117,12 @@ class DecodeServer(LLMServer):
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self._heartbeat = Heartbeat(
-            app_name, "decode", self._replica_id, self._url, lambda: self._gate.num_running
+            app_name,
+            "decode",
+            self._replica_id,
+            self._url,
+            lambda: self._gate.num_running,
+            self.check_health,
         )
         self._heartbeat.start()
 
@@ -127,7 +141,6 @@ class DecodeServer(LLMServer):
     async def __del__(self) -> None:
         # Serve has drained the calls it knows of; streams whose call was not pinned may still run.
         await self._heartbeat.stop()
-        while self._gate.num_running:
-            await asyncio.sleep(0.1)
+        await self._gate.wait_idle()
         self._server.should_exit = True
         await self._serving

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from deployments.vllm_adapter.plugin import FORK_WORKER
+
 if TYPE_CHECKING:
     from ray.serve.llm import LLMConfig
 
@@ -21,7 +23,7 @@ class Phase(StrEnum):
 
 
 def resolve_device(config: EldrConfig) -> str:
-    """"cpu" or "gpu"; `auto` follows the installed vLLM variant."""
+    """ "cpu" or "gpu"; `auto` follows the installed vLLM variant."""
     if config.device != "auto":
         return config.device
     from importlib.metadata import PackageNotFoundError, version
@@ -116,6 +118,7 @@ def engine_env(section: EngineConfig, device: str) -> dict[str, str]:
         # each other's barriers.
         env.setdefault("OMP_NUM_THREADS", str(section.omp_threads or 1))
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        env.setdefault(FORK_WORKER, "1")  # not with CUDA, which does not survive a fork
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     return env
 

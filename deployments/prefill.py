@@ -16,13 +16,15 @@ from deployments.replica import Heartbeat, set_side_channel
 class PrefillServer(LLMServer):
     """Computes prompts, one token each, and hands over KV addresses and expert counts."""
 
-    async def __init__(self, llm_config: LLMConfig, *, app_name: str, port_base: int) -> None:
+    async def __init__(  # type: ignore[misc]
+        self, llm_config: LLMConfig, *, app_name: str, port_base: int
+    ) -> None:
         set_side_channel(ray.util.get_node_ip_address(), port_base)
         await super().__init__(llm_config)
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._num_running = 0
         self._heartbeat = Heartbeat(
-            app_name, "prefill", replica_id, None, lambda: self._num_running
+            app_name, "prefill", replica_id, None, lambda: self._num_running, self.check_health
         )
         self._heartbeat.start()
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from router.actor import router_handle
@@ -33,7 +33,8 @@ def free_port(host: str, base: int, span: int = 2000) -> int:
                 continue
             return port
     raise OSError(
-        f"no free port in [{base}, {base + span}) on {host}: change kv_transfer.side_channel_port_base"
+        f"no free port in [{base}, {base + span}) on {host}: change "
+        "kv_transfer.side_channel_port_base"
     )
 
 
@@ -50,14 +51,21 @@ class Heartbeat:
     """Tells the router that this replica is alive and how many requests it holds.
 
     Runs on the replica's event loop. The router forgets a replica that stops; the centroid that the
-    router gave is sent along, so that a restarted router gives it again.
+    router gave is sent along, so that a restarted router gives it again. Nothing is sent while the
+    engine is dead: the process may outlive it until Serve's own check ends it.
     """
 
     def __init__(
-        self, app_name: str, role: str, replica_id: str, url: str | None, load: Callable[[], int]
+        self,
+        app_name: str,
+        role: str,
+        replica_id: str,
+        url: str | None,
+        load: Callable[[], int],
+        check_health: Callable[[], Awaitable[None]],
     ) -> None:
         self._app_name, self._role, self._replica_id, self._url = app_name, role, replica_id, url
-        self._load = load
+        self._load, self._check_health = load, check_health
         self._centroid: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_lost = False
@@ -77,6 +85,7 @@ class Heartbeat:
     async def _run(self) -> None:
         while True:
             try:
+                await self._check_health()
                 answer: dict[str, Any] = await self._call(
                     "heartbeat",
                     self._role,
@@ -87,11 +96,11 @@ class Heartbeat:
                 )
                 self._centroid = answer["centroid"]
                 if self._is_lost:
-                    logger.info("%s reaches the router again", self._replica_id)
+                    logger.info("%s sends heartbeats again", self._replica_id)
                 self._is_lost = False
             except Exception as err:
                 if not self._is_lost:
-                    logger.warning("%s does not reach the router: %r", self._replica_id, err)
+                    logger.warning("%s sends no heartbeat: %r", self._replica_id, err)
                 self._is_lost = True
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 

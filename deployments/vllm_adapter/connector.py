@@ -112,8 +112,8 @@ class EldrPromMetrics(NixlPromMetrics):
         self._distinct = create_metric_per_engine(
             self._histogram_cls(
                 name="vllm:eldr_step_distinct_experts",
-                # Prefix of vLLM: it clears only such names when a second engine starts in a process.
-                documentation="Distinct experts that a decode step activates, mean over MoE layers.",
+                # vLLM's prefix: it clears only such names when a process starts a second engine.
+                documentation="Distinct experts of a decode step, mean over MoE layers.",
                 buckets=[4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256],
                 labelnames=labelnames,
             ),
@@ -303,9 +303,7 @@ class EldrConnector(NixlPullConnector):
         delay_free, params = super().request_finished_all_groups(request, block_ids)
         return delay_free, self._add_counts(request, params)
 
-    def _add_counts(
-        self, request: Request, params: dict[str, Any] | None
-    ) -> dict[str, Any] | None:
+    def _add_counts(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
         if not self._counts_prompts:
             return params
         self._requests.pop(request.request_id, None)
@@ -400,9 +398,7 @@ def _nixl_progress_thread(enabled: bool) -> Iterator[None]:
     """Build NIXL agents without their spinning thread while the connector is constructed."""
     original = nixl_base_worker.nixl_agent_config
     if not enabled and original is not None:
-        nixl_base_worker.nixl_agent_config = functools.partial(
-            original, enable_prog_thread=False
-        )
+        nixl_base_worker.nixl_agent_config = functools.partial(original, enable_prog_thread=False)
     try:
         yield
     finally:

@@ -11,15 +11,15 @@ import threading
 import time
 
 _CHECK_INTERVAL_S = 1.0
-_watching = False
+_watching_pid: int | None = None  # a forked child must watch for itself
 
 
 def exit_with_parent() -> None:
     """End this process soon after its parent is gone. Safe to call more than once."""
-    global _watching
-    if _watching:
+    global _watching_pid
+    if _watching_pid == os.getpid():
         return
-    _watching = True
+    _watching_pid = os.getpid()
     parent = os.getppid()
 
     def watch() -> None:
