@@ -49,7 +49,10 @@ def read_prompts(path: str | Path, split: str | None = None) -> list[Prompt]:
         raise FileNotFoundError(f"no prompts at {path}: give a .jsonl file or a folder of them")
     prompts = []
     for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        # Not splitlines: texts may hold other line separators, which JSON does not escape.
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+            if not line:
+                continue
             try:
                 row = json.loads(line)
                 text = row["prompt"]
