@@ -34,7 +34,7 @@ __all__ = [
     "load_config",
 ]
 
-POLICIES_WITH_ARTIFACT = ("band", "soft")
+POLICIES_WITH_ARTIFACT = ("band", "soft", "domain")  # domain: its map of domains to clusters
 # A capture row is one uint8 a block, layer and expert, and one token adds at most 1 to it.
 MAX_CAPTURE_BLOCK_SIZE = 255
 MIN_LEASE_S = 5.0
@@ -456,7 +456,7 @@ def _router_problems(config: EldrConfig) -> list[Problem]:
                 "`eldr calibrate fit` and set it, or take a policy without one such as jsq"
             )
             problems.append(Problem("router.artifact", text))
-        if not router.capture:
+        if not router.capture and router.policy != "domain":
             text = (
                 f"must be true, got false: policy {router.policy!r} routes by captured expert "
                 "counts; switch it on or take a policy without them such as jsq"

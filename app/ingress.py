@@ -80,7 +80,12 @@ class Ingress:
 
     async def _ready(self) -> None:
         """Connect to the router once, on the event loop that serves requests."""
-        if self._starting is None:
+        failed = (
+            self._starting is not None
+            and self._starting.done()
+            and (self._starting.cancelled() or self._starting.exception() is not None)
+        )
+        if self._starting is None or failed:
             self._starting = asyncio.create_task(self._router.start())
         await asyncio.shield(self._starting)
 
