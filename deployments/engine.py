@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from deployments.vllm_adapter.plugin import FORK_WORKER
+from deployments.vllm_adapter.plugin import IN_PROCESS_WORKER
 
 if TYPE_CHECKING:
     from ray.serve.llm import LLMConfig
@@ -118,7 +118,7 @@ def engine_env(section: EngineConfig, device: str) -> dict[str, str]:
         # each other's barriers.
         env.setdefault("OMP_NUM_THREADS", str(section.omp_threads or 1))
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        env.setdefault(FORK_WORKER, "1")  # not with CUDA, which does not survive a fork
+        env.setdefault(IN_PROCESS_WORKER, "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     return env
 
@@ -146,7 +146,14 @@ def llm_config(config: EldrConfig, phase: Phase) -> LLMConfig:
         engine_kwargs=kwargs,
         accelerator_type=None,
         placement_group_config={"bundles": [bundle] * section.tensor_parallel_size},
-        runtime_env={"env_vars": engine_env(section, device)},
+        runtime_env={
+            "env_vars": {
+                **engine_env(section, device),
+                # The replica's HTTP server on the actor's own loop, which is uvloop's: a thread
+                # beside it would take turns with it at every token.
+                "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+            }
+        },
         deployment_config={
             "num_replicas": section.num_replicas,
             "max_ongoing_requests": section.max_ongoing_requests,

@@ -53,6 +53,8 @@ BINDINGS: tuple[Binding, ...] = (
     Binding("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids", "capture: block ids"),
     Binding("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "counts in time"),
     Binding("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "counts in time (GPU)"),
+    Binding("vllm.v1.executor.abstract", "Executor.get_class", "worker in EngineCore (CPU)"),
+    Binding("vllm.v1.executor.uniproc_executor", "UniProcExecutor", "worker in EngineCore (CPU)"),
     Binding("vllm.forward_context", "get_forward_context", "KV slot of each token"),
     Binding(f"{_MOE}.layer", "MoERunner", "the MoE layers of a model"),
     Binding(f"{_MOE}.router.base_router", "BaseRouter.set_capture_fn", "top-k ids of each layer"),
