@@ -53,7 +53,7 @@ class RoutingCore:
         self._ids: list[str] = []
         self._index: dict[str, int] = {}
         self._centroid_K: IntArray = np.empty(0, dtype=np.int64)
-        self._reported_K: IntArray = np.empty(0, dtype=np.int64)
+        self._foreign_K: IntArray = np.empty(0, dtype=np.int64)
         self._reported_at_K = np.empty(0)
         self.set_artifact(artifact)
 
@@ -209,14 +209,18 @@ class RoutingCore:
         k = self._index.get(replica_id)
         if k is None:
             return False
-        self._reported_K[k] = num_requests
+        self._foreign_K[k] = max(0, num_requests - self.ledger.load(replica_id))
         self._reported_at_K[k] = now
         return True
 
     def loads(self, now: float) -> IntArray:
-        """Effective load: the larger of own reservations and a recent report; int64, shape (K,)."""
+        """Effective load: own reservations, and recent requests of others; int64, shape (K,).
+
+        Others' are what an engine reported beyond our own reservations at that moment: a report is
+        up to a heartbeat old, and taken as it is it would count our own finished requests.
+        """
         is_recent_K = now - self._reported_at_K <= self.max_report_age_s
-        return np.maximum(self.ledger.loads(self._ids), self._reported_K * is_recent_K)
+        return self.ledger.loads(self._ids) + self._foreign_K * is_recent_K
 
     # ---- state
 
@@ -271,8 +275,8 @@ class RoutingCore:
     def _lay_out(self, ids: Sequence[str], assignment: Mapping[str, int | None]) -> None:
         """Rebuild the arrays over K for a pool; reported loads of known replicas stay."""
         kept_K = [self._index.get(replica_id) for replica_id in ids]
-        reported, reported_at = self._reported_K, self._reported_at_K
-        self._reported_K = np.array([0 if k is None else reported[k] for k in kept_K], np.int64)
+        foreign, reported_at = self._foreign_K, self._reported_at_K
+        self._foreign_K = np.array([0 if k is None else foreign[k] for k in kept_K], np.int64)
         self._reported_at_K = np.array([-np.inf if k is None else reported_at[k] for k in kept_K])
         self._centroid_K = assign_centroids(ids, assignment, len(self._scores_C) - 1)
         self._ids = list(ids)

@@ -121,10 +121,14 @@ class Band:
         return Decision(least_loaded(loads_K, band), len(band))
 
 
-class Soft:
-    """Locality against load without an edge: argmax of cosine - lambda * (load / mean load - 1).
+MIN_MEAN_LOAD = 4.0  # requests a replica
 
-    The mean is over the replicas that may be chosen; with nothing in flight the load term is 0.
+
+class Soft:
+    """Locality against load without an edge: argmax of cosine - lambda * (load - mean) / mean.
+
+    The mean is over the replicas that may be chosen. The divisor is at least MIN_MEAN_LOAD: when
+    little is in flight, one request more is no reason to leave the experts that are there.
     Ties go to the smaller load, then to the lowest index. A replica without a centroid gets the
     smallest score there is, so only its low load can attract requests.
 
@@ -158,9 +162,8 @@ class Soft:
         if worst != worst:
             return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_CENTROID)
         value = np.where(np.isnan(scores), worst, scores).astype(np.float64)
-        total = int(loads.sum())
-        if total > 0:
-            value -= self.lambda_ * (loads * (len(loads) / total) - 1.0)
+        mean = int(loads.sum()) / len(loads)
+        value -= self.lambda_ / max(mean, MIN_MEAN_LOAD) * (loads - mean)
         chosen = least_loaded(loads, np.flatnonzero(value == value.max()))
         return Decision(chosen if allowed is None else int(allowed[chosen]))
 

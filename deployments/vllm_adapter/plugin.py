@@ -1,4 +1,4 @@
-"""vLLM plug-in (entry point `vllm.general_plugins`): a one-worker CPU engine computes in EngineCore.
+"""vLLM plug-in (entry point `vllm.general_plugins`): one-worker CPU engines compute in EngineCore.
 
 Upstream: `vllm.v1.executor`, vLLM 0.32. On CPU vLLM always starts a worker process, because it sets
 OpenMP's environment there; an engine of ours gets that environment from its replica. EngineCore and

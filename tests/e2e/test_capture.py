@@ -99,7 +99,7 @@ def engine() -> Iterator[Engine]:
 
 def test_prefix_hit_gives_the_counts_of_a_cold_run(engine: Engine) -> None:
     shared = tokens_of(1, 256)
-    longer = shared + tokens_of(2, 75)
+    longer = shared + tokens_of(2, 200)
     ((cold, cached),) = engine.counts([longer])
     assert cached == 0
     engine.forget()

@@ -499,7 +499,11 @@ def make_report(correlation: float = 0.8, change_percent: float = -20.0) -> dict
                 "answer_loss": 3.5,
             }
         ],
-        "correlation": {"pooled_by_group": correlation, "mean_per_request": correlation},
+        "correlation": {
+            "pooled_by_group": correlation,
+            "mean_per_request": correlation,
+            "mean_over_all_requests": 0.5,
+        },
         "distinct_experts": [
             {
                 "groups": "code/math",

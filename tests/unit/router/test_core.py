@@ -199,13 +199,20 @@ class TestReplicas:
 
 
 class TestReportedLoad:
-    def test_larger_of_ledger_and_recent_report(self):
+    def test_own_reservations_and_recent_requests_of_others(self):
         core = build_core(2, max_report_age_s=5.0)
         select(core, counts=build_domain_request(0))
-        assert core.report_load("d0", 0, now=10.0)
+        assert core.report_load("d0", 3, now=10.0)
         assert core.report_load("d1", 7, now=10.0)
-        assert core.loads(15.0).tolist() == [1, 7]
+        assert core.loads(15.0).tolist() == [3, 7]
         assert core.loads(15.1).tolist() == [1, 0]
+
+    def test_finished_request_does_not_live_on_in_a_report(self):
+        core = build_core(1)
+        select(core, "r")
+        core.report_load("d0", 1, now=0.0)
+        core.release("r")
+        assert core.loads(0.5).tolist() == [0]
 
     def test_reports_stay_when_the_pool_changes(self):
         core = build_core(2)

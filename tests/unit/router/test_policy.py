@@ -82,6 +82,9 @@ class TestSoft:
         # mean load 5: 0.9 - 0.5 * 0.2 = 0.8 against 0.5 + 0.5 * 0.2 = 0.6
         assert Soft(0.5).choose(scores(0.9, 0.5), loads(6, 4), None).index == 0
 
+    def test_few_requests_do_not_chase_one_another_away(self):
+        assert Soft(0.5).choose(scores(0.9, 0.7), loads(1, 0), None).index == 0
+
     def test_nothing_in_flight_is_pure_locality(self):
         assert Soft(0.5).choose(scores(0.2, 0.9, 0.5), loads(0, 0, 0), None).index == 1
 
@@ -101,7 +104,7 @@ class TestSoft:
 
     def test_mean_is_over_the_allowed_replicas(self):
         # Among 1 and 2 the mean is 2: 0.9 - 0.5 * 1 = 0.4 against 0.3 + 0.5 = 0.8.
-        decision = Soft(0.5).choose(scores(0.1, 0.9, 0.3), loads(90, 4, 0), None, loads(1, 2))
+        decision = Soft(0.5).choose(scores(0.1, 0.9, 0.3), loads(90, 8, 0), None, loads(1, 2))
         assert decision.index == 2
 
 
