@@ -103,7 +103,7 @@ class TestSoft:
         assert (decision.index, decision.fallback) == (1, FallbackReason.NO_CENTROID)
 
     def test_mean_is_over_the_allowed_replicas(self):
-        # Among 1 and 2 the mean is 2: 0.9 - 0.5 * 1 = 0.4 against 0.3 + 0.5 = 0.8.
+        # Among 1 and 2 the mean is 4: 0.9 - 0.5 * 1 = 0.4 against 0.3 + 0.5 = 0.8.
         decision = Soft(0.5).choose(scores(0.1, 0.9, 0.3), loads(90, 8, 0), None, loads(1, 2))
         assert decision.index == 2
 
