@@ -7,14 +7,14 @@ VARIANT ?= cpu
 
 .PHONY: setup demo serve stop test check check-style calibrate clean
 
-setup: $(VENV)/.done build/demo-model/.done
+setup: $(VENV)/.done build/.demo-model
 
 # Installed again only when the pins change.
 $(VENV)/.done: pyproject.toml scripts/setup.sh
 	sh scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(VARIANT)"
 	touch $@
 
-build/demo-model/.done: $(VENV)/.done models/demo/manifest.json
+build/.demo-model: $(VENV)/.done models/demo/manifest.json
 	$(BIN)/eldr demo-model unpack
 	touch $@
 

