@@ -47,8 +47,11 @@ class Engine:
         self.engine = self.loop.run_until_complete(start())
         self.num = 0
 
-    def counts(self, prompts: list[list[int]]) -> list[tuple[np.ndarray[Any, Any], int]]:
-        """Count matrix and prefix-cached tokens of prompts that are sent at once."""
+    def counts(self, prompts: list[list[int]], salt: str) -> list[tuple[np.ndarray[Any, Any], int]]:
+        """Count matrix and prefix-cached tokens of prompts that are sent at once.
+
+        Prompts of another `salt` share no prefix cache: a new one makes a run cold.
+        """
 
         async def one(tokens: list[int]) -> tuple[np.ndarray[Any, Any], int]:
             from vllm import SamplingParams
@@ -61,7 +64,7 @@ class Engine:
             )
             final = None
             async for output in self.engine.generate(
-                {"prompt_token_ids": tokens}, params, f"r{self.num}"
+                {"prompt_token_ids": tokens, "cache_salt": salt}, params, f"r{self.num}"
             ):
                 final = output
             assert final is not None
@@ -77,9 +80,6 @@ class Engine:
             return await asyncio.gather(*map(one, prompts))
 
         return list(self.loop.run_until_complete(all_of_them()))
-
-    def forget(self) -> None:
-        self.loop.run_until_complete(self.engine.reset_prefix_cache())
 
     def close(self) -> None:
         self.engine.shutdown()
@@ -100,59 +100,51 @@ def engine() -> Iterator[Engine]:
 def test_prefix_hit_gives_the_counts_of_a_cold_run(engine: Engine) -> None:
     shared = tokens_of(1, 256)
     longer = shared + tokens_of(2, 200)
-    ((cold, cached),) = engine.counts([longer])
+    ((cold, cached),) = engine.counts([longer], "cold")
     assert cached == 0
-    engine.forget()
-    engine.counts([shared])
-    ((warm, cached),) = engine.counts([longer])
+    engine.counts([shared], "warm")
+    ((warm, cached),) = engine.counts([longer], "warm")
     assert cached == 256
     assert (warm == cold).all()
-    ((again, cached),) = engine.counts([longer])
+    ((again, cached),) = engine.counts([longer], "warm")
     assert cached > 256
     assert (again == cold).all()
 
 
 def test_several_prompts_in_one_step_are_kept_apart(engine: Engine) -> None:
-    engine.forget()
     prompts = [tokens_of(10 + i, 40 + 37 * i) for i in range(8)]
-    alone = [engine.counts([p])[0][0] for p in prompts]
-    engine.forget()
-    together = [counts for counts, _ in engine.counts(prompts)]
-    for i, (a, b) in enumerate(zip(alone, together, strict=True)):
+    alone = [engine.counts([p], "alone")[0] for p in prompts]
+    together = engine.counts(prompts, "together")
+    for i, ((a, _), (b, cached)) in enumerate(zip(alone, together, strict=True)):
+        assert cached == 0
         assert (a == b).all(), f"prompt {i} differs in {int(abs(a - b).sum())} choices"
 
 
-def test_two_prompts_with_one_prefix_in_one_step(engine: Engine) -> None:
-    engine.forget()
-    shared = tokens_of(30, 128)
-    prompts = [shared + tokens_of(31, 20), shared + tokens_of(32, 50)]
-    alone = []
-    for prompt in prompts:
-        engine.forget()
-        alone.append(engine.counts([prompt])[0][0])
-    engine.forget()
-    for a, (b, _) in zip(alone, engine.counts(prompts), strict=True):
+def test_prompts_with_one_prefix_in_one_step(engine: Engine) -> None:
+    shared = tokens_of(30, 256)
+    prompts = [shared + tokens_of(31, 20), shared + tokens_of(32, 150)]
+    alone = [engine.counts([p], f"one {i}")[0][0] for i, p in enumerate(prompts)]
+    for a, (b, _) in zip(alone, engine.counts(prompts, "both"), strict=True):
         assert (a == b).all()
 
 
 def test_recycled_blocks_do_not_leak(engine: Engine) -> None:
-    """More prompts than fit: blocks are reused, and each count still adds up."""
-    engine.forget()
-    first = engine.counts([tokens_of(40, 300)])[0][0]
-    for i in range(60):
-        engine.counts([tokens_of(100 + i, 900)])
-    engine.forget()
-    assert (engine.counts([tokens_of(40, 300)])[0][0] == first).all()
+    """Later runs write over rows of earlier ones; each count is that of the first run."""
+    tokens = tokens_of(40, 300)
+    first = engine.counts([tokens], "first")[0][0]
+    for i in range(40):
+        engine.counts([tokens_of(100 + i, 900)], "between")
+        if i % 10 == 0:
+            assert (engine.counts([tokens], f"again {i}")[0][0] == first).all()
 
 
 def test_chunked_prefill_gives_the_counts_of_a_whole_one(engine: Engine) -> None:
     prompts = [tokens_of(50, 333), tokens_of(51, 190), tokens_of(52, 64)]
-    engine.forget()
-    whole = [engine.counts([p])[0][0] for p in prompts]
+    whole = [engine.counts([p], "whole")[0][0] for p in prompts]
     chunked = Engine(max_num_batched_tokens=96, max_num_seqs=8)
     try:
-        parts = [chunked.counts([p])[0][0] for p in prompts]
-        mixed = [counts for counts, _ in (chunked.forget(), chunked.counts(prompts))[1]]
+        parts = [chunked.counts([p], "parts")[0][0] for p in prompts]
+        mixed = [counts for counts, _ in chunked.counts(prompts, "mixed")]
     finally:
         chunked.close()
     for a, b, c in zip(whole, parts, mixed, strict=True):

@@ -180,7 +180,7 @@ def replicas_of(service: Service, texts: list[str]) -> list[str]:
 
 def test_prompts_of_one_domain_meet_when_idle(service: Service, prompts: list[Prompt]) -> None:
     homes = {}
-    for label in ("code", "zh", "ru"):
+    for label in ("zh", "ru", "commonsense"):
         texts = [p.text for p in prompts if p.label == label]
         homes[label] = set(replicas_of(service, texts))
     assert all(len(home) == 1 for home in homes.values()), homes
