@@ -36,7 +36,7 @@ from app.requests import (
     validate_chat,
     validate_completion,
 )
-from deployments.clients import DecodeClient, PrefillClient, RouterClient
+from deployments.clients import DecodeClient, EngineClient, PrefillClient, RouterClient
 from router.service import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -66,11 +66,13 @@ class Ingress:
         limits = config.limits
         self._access = Access.from_env(limits.api_keys_env, os.environ, limits.requests_per_minute)
         self._router = RouterClient(config.app_name, settings, config.router.select_timeout_s)
-        self._decode = DecodeClient(decode, internal_key, self._router)
+        self._decode_engines = EngineClient(decode, internal_key, self._router)
         self._flow = PdFlow(
-            PrefillClient(prefill, model_type),
+            PrefillClient(
+                EngineClient(prefill, internal_key, self._router), self._router, model_type
+            ),
             self._router,
-            self._decode,
+            DecodeClient(self._decode_engines),
             limits.prefill_timeout_s,
             limits.max_retries,
         )
@@ -131,7 +133,7 @@ class Ingress:
     async def ready(self) -> Response:
         """Ready: at least one prefill and one decode engine can take requests."""
         await self._ready()
-        numbers = {role: self._router.num_replicas(role) for role in ("prefill", "decode")}
+        numbers = {role: len(self._router.replicas(role)) for role in ("prefill", "decode")}
         is_ready = all(numbers.values())
         body = {"status": "ready" if is_ready else "starting", "replicas": numbers}
         return JSONResponse(body, status_code=200 if is_ready else 503)
@@ -178,13 +180,15 @@ class Ingress:
         name = self._config.model.served_name
         if body.setdefault("model", name) != name:
             raise UnknownModel(str(body["model"]), name)
-        url = self._router.url_of_any()
-        if url is None:
+        replicas = self._router.replicas("decode")
+        if not replicas:
             raise NoDecodeReplica("no decode replica is running: wait for /ready")
-        path = request.url.path
-        stream = await self._decode.post(url, path, json.dumps(body).encode(), uuid.uuid4().hex)
+        replica_id, url = next(iter(replicas.items()))
+        stream = await self._decode_engines.post(
+            replica_id, url, request.url.path, json.dumps(body).encode(), uuid.uuid4().hex
+        )
         try:
-            text = b"".join([chunk async for chunk in stream.chunks()])
+            text = await stream.read()
         except ReplicaDied as err:
             raise DecodeFailed("the decode replica broke off: retry") from err
         finally:

@@ -135,6 +135,19 @@ def wait_ready(running: Running, progress: Callable[[str], None]) -> None:
     raise RuntimeError(f"the application was not ready within {READY_TIMEOUT_S:g} s: {up}")
 
 
+def _free_port(wanted: int) -> int:
+    """`wanted` if nobody has it, else any free port."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError("no free TCP port on this machine")
+
+
 def _check_port(config: EldrConfig) -> None:
     with socket.socket() as probe:
         probe.settimeout(1)
@@ -174,6 +187,9 @@ def _set_environment(config: EldrConfig) -> None:
         # No load balancer outside has to notice that we go: do not wait for it.
         os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
         os.environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", "1")
+        # HAProxy does not start when another one on this machine has its ports.
+        for name, port in (("METRICS", 9101), ("STATS", 8404)):
+            os.environ.setdefault(f"RAY_SERVE_HAPROXY_{name}_PORT", str(_free_port(port)))
         # While engines import vLLM on few cores, a proxy that answers late is not a dead one.
         os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")

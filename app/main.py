@@ -37,34 +37,29 @@ def build_app(config: EldrConfig) -> Any:
     from ray.serve.llm import build_llm_deployment
 
     from app.ingress import Ingress, api
-    from deployments.decode import DecodeServer
     from deployments.engine import Phase, llm_config
-    from deployments.prefill import PrefillServer
+    from deployments.server import EngineServer
 
     internal_key = secrets.token_hex(32)
-    common = {"app_name": config.app_name, "port_base": config.kv_transfer.side_channel_port_base}
-    prefill = build_llm_deployment(
-        llm_config(config, Phase.PREFILL),
-        name_prefix="prefill:",
-        deployment_cls=PrefillServer,
-        bind_kwargs=common,
-        override_serve_options={
-            "request_router_config": RequestRouterConfig(
-                request_router_class="router.serve_router:PrefixAffineRequestRouter"
-            )
-        },
-    )
-    decode = build_llm_deployment(
-        llm_config(config, Phase.DECODE),
-        name_prefix="decode:",
-        deployment_cls=DecodeServer,
-        bind_kwargs={**common, "internal_key": internal_key},
-        override_serve_options={
-            "request_router_config": RequestRouterConfig(
-                request_router_class="router.serve_router:PinnedRequestRouter"
-            )
-        },
-    )
+
+    def engines(phase: Phase) -> Any:
+        return build_llm_deployment(
+            llm_config(config, phase),
+            name_prefix=f"{phase}:",
+            deployment_cls=EngineServer,
+            bind_kwargs={
+                "phase": phase,
+                "app_name": config.app_name,
+                "port_base": config.kv_transfer.side_channel_port_base,
+                "internal_key": internal_key,
+            },
+            override_serve_options={
+                "request_router_config": RequestRouterConfig(
+                    request_router_class="router.serve_router:PinnedRequestRouter"
+                )
+            },
+        )
+
     ingress = serve.deployment(
         serve.ingress(api)(Ingress),
         name="ingress",
@@ -83,7 +78,12 @@ def build_app(config: EldrConfig) -> Any:
         },
     )
     return ingress.bind(
-        config, router_settings(config), _model_type(config), internal_key, prefill, decode
+        config,
+        router_settings(config),
+        _model_type(config),
+        internal_key,
+        engines(Phase.PREFILL),
+        engines(Phase.DECODE),
     )
 
 

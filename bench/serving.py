@@ -350,7 +350,7 @@ def cpu_share(run_id: str, duration_s: float) -> float:
 def rss_gib(run_id: str) -> float:
     """Memory of a run's processes; pages that several share count for each of them."""
     total = 0
-    for process in [*processes.find(run_id), psutil.Process()]:
+    for process in _processes(run_id):
         try:
             total += process.memory_info().rss
         except psutil.Error:
@@ -358,9 +358,24 @@ def rss_gib(run_id: str) -> float:
     return total / 2**30
 
 
+def _processes(run_id: str) -> set[psutil.Process]:
+    """This process and the run's, found by their mark and by descent.
+
+    vLLM's processes write their title over their environment, and with it the mark.
+    """
+    found = {psutil.Process()}
+    for process in processes.find(run_id):
+        found.add(process)
+        try:
+            found.update(process.children(recursive=True))
+        except psutil.Error:
+            continue  # it has ended
+    return found
+
+
 def _cpu_times(run_id: str) -> dict[int, float]:
     times: dict[int, float] = {}
-    for process in [*processes.find(run_id), psutil.Process()]:
+    for process in _processes(run_id):
         try:
             used = process.cpu_times()
         except psutil.Error:

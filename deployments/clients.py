@@ -1,4 +1,4 @@
-"""The three parties of `app.pd_flow`, bound to Ray handles, the router actor and HTTP."""
+"""The three parties of `app.pd_flow`, bound to HTTP, the router actor and Serve handles."""
 
 from __future__ import annotations
 
@@ -16,46 +16,127 @@ import aiohttp
 from ray.exceptions import RayActorError, RayError
 from ray.serve.handle import DeploymentHandle
 
-from app.errors import NoDecodeReplica, PrefillFailed
+from app.errors import NoDecodeReplica, NoPrefillReplica, PrefillFailed
 from app.pd_flow import DecodeStream, Handoff, PdRequest, Placement, ReplicaDied, UpstreamRefused
 from app.prefill_request import decode_body, prefill_body, rendered_output_fields
-from deployments.decode import INTERNAL_KEY_HEADER
+from deployments.gate import INTERNAL_KEY_HEADER
 from router.actor import create_router, forget_handle, router_handle
-from router.prefix import PREFIX_BYTES
+from router.prefix import PREFIX_BYTES, PrefixRing
 from router.service import RouterSettings
 from router.types import FallbackReason
 
 logger = logging.getLogger(__name__)
 
 VIEW_INTERVAL_S = 2.0
+RELEASE_INTERVAL_S = 0.02  # a burst's end is one call to the router, not one for each request
 CONNECT_TIMEOUT_S = 5.0
-_PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+
+
+class EngineClient:
+    """HTTP requests to replicas of one deployment, and the Serve call that marks them as busy."""
+
+    def __init__(
+        self, handle: DeploymentHandle[Any], internal_key: str, router: RouterClient
+    ) -> None:
+        self._handle, self._key, self._router = handle, internal_key, router
+        self._session: aiohttp.ClientSession | None = None
+        self._attending: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:  # must be made on the event loop that uses it
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                auto_decompress=False,
+            )
+        return self._session
+
+    async def post(
+        self, replica_id: str, url: str, path: str, body: bytes, request_id: str
+    ) -> HttpStream:
+        """Raises ReplicaDied when no answer comes."""
+        headers = {
+            "content-type": "application/json",
+            "x-request-id": request_id,
+            INTERNAL_KEY_HEADER: self._key,
+        }
+        self._attend(replica_id)
+        try:
+            response = await self.session.post(url + path, data=body, headers=headers)
+        except aiohttp.ClientError as err:
+            raise ReplicaDied(f"no answer ({type(err).__name__})") from err
+        return HttpStream(response)
+
+    def _attend(self, replica_id: str) -> None:
+        """Keep one call open at a replica for as long as it has requests."""
+        if replica_id in self._attending:
+            return
+
+        async def attend() -> None:
+            try:
+                if not await self._handle.attend.remote(replica_id):
+                    self._router.suspect(replica_id)
+            except RayActorError:
+                self._router.suspect(replica_id)
+            except RayError as err:
+                logger.warning("attending %s failed: %r", replica_id, err)
+            finally:
+                del self._attending[replica_id]
+
+        self._attending[replica_id] = asyncio.create_task(attend())
 
 
 class PrefillClient:
-    """Calls a prefill replica through Serve, which picks it by prefix and cancels with us."""
+    """Runs prompts at a prefill replica: same beginning, same replica, unless it is overloaded.
 
-    def __init__(self, handle: DeploymentHandle[Any], model_type: str | None) -> None:
-        self._handle = handle
+    Source: ELDR's artifact, prefix-hash router with bounded load (all policies alike).
+    """
+
+    def __init__(self, engines: EngineClient, router: RouterClient, model_type: str | None) -> None:
+        self._engines, self._router = engines, router
         self._keep = rendered_output_fields(model_type)
+        self._loads: Counter[str] = Counter()
+        self._ring = PrefixRing([])
 
     async def run(self, request: PdRequest) -> Handoff:
         body = prefill_body(request.body, request.kind, self._keep)
         raw = json.dumps(body, separators=(",", ":")).encode()
+        replica_id, url = self._choose(request)
+        self._loads[replica_id] += 1
+        try:
+            stream = await self._engines.post(
+                replica_id, url, PATHS[request.kind], raw, request.request_id
+            )
+            try:
+                text = await stream.read()
+            finally:
+                await stream.close()
+        except ReplicaDied:
+            self._router.suspect(replica_id)
+            raise
+        finally:
+            self._loads[replica_id] -= 1
+        if stream.status >= 500:
+            raise ReplicaDied(f"prefill engine answered HTTP {stream.status}")
+        if stream.status >= 400:
+            raise UpstreamRefused(stream.status, text)
+        answer = json.loads(text)
+        return split_handoff(answer["kv_transfer_params"], answer["usage"]["prompt_tokens"])
+
+    def _choose(self, request: PdRequest) -> tuple[str, str]:
+        replicas = self._router.replicas("prefill")
+        if not replicas:
+            raise NoPrefillReplica("no prefill replica is running: wait for /ready")
+        if set(replicas) != set(self._ring.replica_ids):
+            self._ring = PrefixRing(sorted(replicas))
+        if len(replicas) == 1:
+            return next(iter(replicas.items()))
         prompt = request.body.get("messages") or request.body.get("prompt")
         key = json.dumps(prompt, ensure_ascii=False).encode()[:PREFIX_BYTES]
-        try:
-            answer = await self._handle.prefill.remote(key, request.kind, raw, request.request_id)
-        except RayActorError as err:
-            raise ReplicaDied(f"prefill replica died ({type(err).__name__})") from err
-        except RayError as err:
-            raise PrefillFailed("the prefill replica failed: see its log") from err
-        if (error := answer.get("error")) is not None:
-            status = answer["status"]
-            if status >= 500:
-                raise ReplicaDied(f"prefill engine answered HTTP {status}")
-            raise UpstreamRefused(status, json.dumps({"error": error}).encode())
-        return split_handoff(answer["kv_transfer_params"], answer["prompt_tokens"])
+        replica_id = self._ring.pick(key, {i: self._loads[i] for i in replicas})
+        return replica_id, replicas[replica_id]
 
 
 def split_handoff(params: Mapping[str, Any] | None, prompt_tokens: int) -> Handoff:
@@ -87,8 +168,10 @@ class RouterClient:
     def __init__(self, app_name: str, settings: RouterSettings, timeout_s: float) -> None:
         self._app_name, self._settings, self._timeout_s = app_name, settings, timeout_s
         self._version = -1
-        self._replicas: dict[str, dict[str, str | None]] = {"prefill": {}, "decode": {}}
+        self._replicas: dict[str, dict[str, str]] = {"prefill": {}, "decode": {}}
         self._own: dict[str, str] = {}  # request id -> replica id
+        self._released: list[str] = []
+        self._flushing: asyncio.TimerHandle | None = None
         self._is_away = False
         self._viewing: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -99,8 +182,9 @@ class RouterClient:
         await create_router(self._app_name, self._settings).configure.remote(self._settings)
         self._viewing = asyncio.create_task(self._follow())
 
-    def num_replicas(self, role: str) -> int:
-        return len(self._replicas[role])
+    def replicas(self, role: str) -> dict[str, str]:
+        """Replicas of a role that are thought to live: URL by id."""
+        return self._replicas[role]
 
     async def stats(self) -> dict[str, Any]:
         """The actor's statistics and our own.
@@ -115,15 +199,12 @@ class RouterClient:
             raise NoDecodeReplica(f"the router does not answer ({type(err).__name__})") from err
         return {**stats, "own_in_flight": len(self._own), "own_fallbacks": self.num_fallbacks}
 
-    def url_of_any(self) -> str | None:
-        """URL of some decode replica, for requests that need no routing (tokenize)."""
-        return next(iter(self._replicas["decode"].values()), None)
-
     async def select(
         self, request: PdRequest, handoff: Handoff | None, exclude: frozenset[str]
     ) -> Placement:
         counts = handoff.counts if handoff is not None else None
         tokens = handoff.prompt_tokens if handoff is not None else None
+        released, self._released = self._released, []
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await router_handle(self._app_name).select.remote(
@@ -133,8 +214,10 @@ class RouterClient:
                     request.domain,
                     exclude,
                     self._version,
+                    released,
                 )
         except (RayError, TimeoutError, ValueError) as err:
+            self._released += released  # a slow router would keep them until they expire
             return self._select_alone(request, exclude, err)
         self._note_back()
         if (text := answer.get("error")) is not None:
@@ -151,11 +234,23 @@ class RouterClient:
         )
 
     def release(self, request_id: str) -> None:
-        if self._own.pop(request_id, None) is not None:
-            self._tell("release", request_id)
+        if self._own.pop(request_id, None) is None:
+            return
+        self._released.append(request_id)
+        if self._flushing is None:
+            loop = asyncio.get_running_loop()
+            self._flushing = loop.call_later(RELEASE_INTERVAL_S, self._flush)
+
+    def _flush(self) -> None:
+        """Tell the router of releases that no selection has carried meanwhile."""
+        self._flushing = None
+        if self._released:
+            released, self._released = self._released, []
+            self._tell("release", released)
 
     def suspect(self, replica_id: str) -> None:
-        self._replicas["decode"].pop(replica_id, None)
+        for known in self._replicas.values():
+            known.pop(replica_id, None)
         self._version = -1
         self._tell("suspect", replica_id)
 
@@ -166,7 +261,7 @@ class RouterClient:
         if not self._is_away:
             self._is_away = True
             logger.warning("router away (%r): routing by least load", reason)
-        candidates = {i: u for i, u in self._replicas["decode"].items() if i not in exclude and u}
+        candidates = {i: u for i, u in self._replicas["decode"].items() if i not in exclude}
         if not candidates:
             raise NoDecodeReplica("no decode replica is known and the router does not answer")
         loads = Counter(self._own.values())
@@ -181,7 +276,7 @@ class RouterClient:
             self._is_away = False
             logger.info("router answers again")
 
-    def _take_view(self, version: int, replicas: dict[str, dict[str, str | None]]) -> None:
+    def _take_view(self, version: int, replicas: dict[str, dict[str, str]]) -> None:
         self._version, self._replicas = version, replicas
 
     def _tell(self, method: str, *args: Any) -> None:
@@ -214,7 +309,7 @@ class RouterClient:
 
 
 class HttpStream:
-    """A decode replica's HTTP answer, and the Serve call that lasts as long."""
+    """A replica's HTTP answer."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
@@ -227,6 +322,13 @@ class HttpStream:
                 yield chunk
         except aiohttp.ClientError as err:
             raise ReplicaDied(f"decode replica broke off ({type(err).__name__})") from err
+
+    async def read(self) -> bytes:
+        """All of it. Raises ReplicaDied when the connection breaks off."""
+        try:
+            return await self._response.read()
+        except aiohttp.ClientError as err:
+            raise ReplicaDied(f"replica broke off ({type(err).__name__})") from err
 
     async def close(self) -> None:
         self._response.close()
@@ -248,49 +350,26 @@ class WholeAnswer:
 
 
 class DecodeClient:
-    """Opens streams at decode replicas over HTTP."""
+    """Opens streams at decode replicas."""
 
-    def __init__(
-        self, handle: DeploymentHandle[Any], internal_key: str, router: RouterClient
-    ) -> None:
-        self._handle, self._key, self._router = handle, internal_key, router
-        self._session: aiohttp.ClientSession | None = None
-        self._attending: set[asyncio.Task[None]] = set()
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        if self._session is None:  # must be made on the event loop that uses it
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                auto_decompress=False,
-            )
-        return self._session
-
-    async def post(self, url: str, path: str, body: bytes, request_id: str) -> HttpStream:
-        """Raises ReplicaDied when no answer comes."""
-        headers = {
-            "content-type": "application/json",
-            "x-request-id": request_id,
-            INTERNAL_KEY_HEADER: self._key,
-        }
-        try:
-            response = await self.session.post(url + path, data=body, headers=headers)
-        except aiohttp.ClientError as err:
-            raise ReplicaDied(f"no answer ({type(err).__name__})") from err
-        return HttpStream(response)
+    def __init__(self, engines: EngineClient) -> None:
+        self._engines = engines
 
     async def open(
         self, placement: Placement, request: PdRequest, handoff: Handoff | None
     ) -> DecodeStream:
         params = handoff.kv_transfer_params if handoff is not None else None
-        body = decode_body(request.body, params)
-        self._attend(placement.replica_id, request.request_id)
-        stream = await self.post(placement.url, _PATHS[request.kind], body, request.request_id)
+        stream = await self._engines.post(
+            placement.replica_id,
+            placement.url,
+            PATHS[request.kind],
+            decode_body(request.body, params),
+            request.request_id,
+        )
         if stream.status < 400 and request.body.get("stream"):
             return stream
         try:
-            text = b"".join([chunk async for chunk in stream.chunks()])
+            text = await stream.read()
         finally:
             await stream.close()
         if stream.status < 400:
@@ -298,17 +377,3 @@ class DecodeClient:
         if stream.status >= 500:
             raise ReplicaDied(f"decode engine answered HTTP {stream.status}")
         raise UpstreamRefused(stream.status, text)
-
-    def _attend(self, replica_id: str, request_id: str) -> None:
-        async def attend() -> None:
-            try:
-                if not await self._handle.attend.remote(replica_id, request_id):
-                    self._router.suspect(replica_id)
-            except RayActorError:
-                self._router.suspect(replica_id)
-            except RayError as err:
-                logger.warning("%s: attend failed: %r", request_id, err)
-
-        task = asyncio.create_task(attend())
-        self._attending.add(task)
-        task.add_done_callback(self._attending.discard)

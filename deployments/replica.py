@@ -60,7 +60,7 @@ class Heartbeat:
         app_name: str,
         role: str,
         replica_id: str,
-        url: str | None,
+        url: str,
         load: Callable[[], int],
         check_health: Callable[[], Awaitable[None]],
     ) -> None:

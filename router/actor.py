@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
@@ -34,7 +34,7 @@ class RouterActor:
         return self._service.configure(settings)
 
     async def heartbeat(
-        self, role: str, replica_id: str, url: str | None, load: int, centroid: int | None
+        self, role: str, replica_id: str, url: str, load: int, centroid: int | None
     ) -> dict[str, Any]:
         return self._service.heartbeat(role, replica_id, url, load, centroid)
 
@@ -52,13 +52,14 @@ class RouterActor:
         domain: str | None,
         exclude: Collection[str],
         known_version: int,
+        released: Sequence[str],
     ) -> dict[str, Any]:
         return self._service.select(
-            request_id, counts, prompt_tokens, domain, exclude, known_version
+            request_id, counts, prompt_tokens, domain, exclude, known_version, released
         )
 
-    async def release(self, request_id: str) -> None:
-        self._service.release(request_id)
+    async def release(self, request_ids: Sequence[str]) -> None:
+        self._service.release(request_ids)
 
     async def view(self) -> dict[str, Any]:
         """Version and map of live replicas."""

@@ -30,7 +30,7 @@ class PrefixRing:
     def __init__(self, replica_ids: Sequence[str]) -> None:
         if len(set(replica_ids)) != len(replica_ids):
             raise ValueError(f"replica ids must be distinct, got {list(replica_ids)}")
-        self._replica_ids = list(replica_ids)
+        self.replica_ids = list(replica_ids)
         ring = sorted(
             (hash64(f"{replica_id}#{node}".encode()), replica_id)
             for replica_id in replica_ids
@@ -55,11 +55,11 @@ class PrefixRing:
             NoReplica: the ring is empty, or all of it is excluded.
             ValueError: a replica has no entry in `loads`.
         """
-        candidates = [replica for replica in self._replica_ids if replica not in exclude]
+        candidates = [replica for replica in self.replica_ids if replica not in exclude]
         if not candidates:
             raise NoReplica(
-                f"no prefill replica may be chosen: {len(self._replica_ids)} known, all excluded"
-                if self._replica_ids
+                f"no prefill replica may be chosen: {len(self.replica_ids)} known, all excluded"
+                if self.replica_ids
                 else "no prefill replica is known: wait for one to register"
             )
         missing = [replica for replica in candidates if replica not in loads]

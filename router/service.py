@@ -6,7 +6,7 @@ thread; no method awaits, so that choosing and reserving are one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ _EXPIRE_EVERY_S = 5.0
 @dataclass(slots=True)
 class _Member:
     role: str
-    url: str | None
+    url: str
     last_seen: float
     suspected: bool = False
 
@@ -82,14 +82,14 @@ class RouterService:
     # ---- replicas
 
     def heartbeat(
-        self, role: str, replica_id: str, url: str | None, load: int, centroid: int | None
+        self, role: str, replica_id: str, url: str, load: int, centroid: int | None
     ) -> dict[str, Any]:
         """A replica says that it is alive.
 
         Args:
             role: "prefill" or "decode".
             replica_id: unique id of the replica.
-            url: base URL of its HTTP server; None for prefill.
+            url: base URL of its HTTP server.
             load: requests it holds now.
             centroid: the centroid this router gave it before, if any.
 
@@ -136,9 +136,9 @@ class RouterService:
             self._pool_changed({})
         self.core.expire(now, self.settings.reservation_ttl_s)
 
-    def replicas(self) -> dict[str, dict[str, str | None]]:
-        """Live replicas by role: {"prefill": {id: None}, "decode": {id: url}}."""
-        answer: dict[str, dict[str, str | None]] = {"prefill": {}, "decode": {}}
+    def replicas(self) -> dict[str, dict[str, str]]:
+        """Live replicas by role: {"prefill": {id: url}, "decode": {id: url}}."""
+        answer: dict[str, dict[str, str]] = {"prefill": {}, "decode": {}}
         for replica_id, member in self._members.items():
             if not member.suspected:
                 answer[member.role][replica_id] = member.url
@@ -154,6 +154,7 @@ class RouterService:
         domain: str | None,
         exclude: Collection[str] = (),
         known_version: int = -1,
+        released: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Choose and reserve a decode replica.
 
@@ -164,6 +165,7 @@ class RouterService:
             domain: label for the domain oracle.
             exclude: replicas that failed this request.
             known_version: the caller's version of the replica map.
+            released: reservations that have ended, carried along.
 
         Returns:
             The selection as a dict with the replica's url and the map's version; the map itself
@@ -171,6 +173,7 @@ class RouterService:
         """
         now = self.clock()
         self.tick(now)
+        self.release(released)
         try:
             selection = self.core.select(
                 request_id, self._counts(counts), prompt_tokens, domain, now, exclude
@@ -190,9 +193,10 @@ class RouterService:
             answer["replicas"] = self.replicas()
         return answer
 
-    def release(self, request_id: str) -> bool:
-        """End a reservation."""
-        return self.core.release(request_id)
+    def release(self, request_ids: Sequence[str]) -> None:
+        """End reservations; those that are not known (any more) are counted by the core."""
+        for request_id in request_ids:
+            self.core.release(request_id)
 
     def stats(self) -> dict[str, Any]:
         """Loads, centroids, counters and settings, for operators and tests."""

@@ -77,10 +77,19 @@ def test_draining_replica_gets_nothing_new(clock: Clock) -> None:
     assert select(router, "r")["replica_id"] == "a"
 
 
+def test_releases_travel_with_the_next_selection(clock: Clock) -> None:
+    router = service(clock, "a")
+    select(router, "r1")
+    select(router, "r2", released=["r1", "unknown"])
+    assert router.stats()["loads"] == {"a": 1}
+    router.release(["r2"])
+    assert router.stats()["loads"] == {"a": 0}
+
+
 def test_prefill_replicas_are_known_but_not_chosen(clock: Clock) -> None:
     router = service(clock, "a")
-    router.heartbeat("prefill", "p", None, 0, None)
-    assert router.replicas()["prefill"] == {"p": None}
+    router.heartbeat("prefill", "p", "http://p", 0, None)
+    assert router.replicas()["prefill"] == {"p": "http://p"}
     assert select(router, "r")["replica_id"] == "a"
 
 

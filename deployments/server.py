@@ -1,0 +1,97 @@
+"""Prefill and decode replicas: Ray Serve LLM's server that also speaks HTTP itself.
+
+Requests and tokens go between ingress and replica as bytes over HTTP: a Ray object per token costs
+more than the decode step of a small model, and a Serve call per request more than its relay. Serve
+still knows which replicas are busy: while an ingress has requests at a replica it keeps one call to
+`attend` open there, so that draining waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import ray
+import uvicorn
+from ray import serve
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+
+from deployments.engine import Phase
+from deployments.gate import Gate
+from deployments.replica import Heartbeat, set_side_channel
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the replica's process belongs to Ray."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class EngineServer(LLMServer):
+    """One engine with an HTTP port of its own; its configuration says for which phase."""
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        llm_config: LLMConfig,
+        *,
+        phase: Phase,
+        app_name: str,
+        port_base: int,
+        internal_key: str,
+    ) -> None:
+        host = ray.util.get_node_ip_address()
+        set_side_channel(host, port_base)
+        await super().__init__(llm_config)
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        # Public hook of serve.ingress for late-bound apps; here our own server serves what it
+        # builds, because Serve gives HTTP ports to the ingress deployment alone.
+        self._gate = Gate(await self.__serve_build_asgi_app__(), internal_key)
+        listener = socket.create_server((host, 0), backlog=1024)
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        self._server = _Server(
+            uvicorn.Config(
+                self._gate,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=120,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._heartbeat = Heartbeat(
+            app_name,
+            str(phase),
+            self._replica_id,
+            url,
+            lambda: self._gate.num_running,
+            self.check_health,
+        )
+        self._heartbeat.start()
+
+    async def attend(self, replica_id: str) -> bool:
+        """Last until this replica has no requests.
+
+        Returns:
+            False when the call landed on another replica than the one it names: that one is
+            draining and Serve no longer routes to it.
+        """
+        if replica_id != self._replica_id:
+            return False
+        await self._gate.wait_idle()
+        return True
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Requests held, for autoscaling policies: Serve's own count sees only `attend`."""
+        return {"num_requests": float(self._gate.num_running)}
+
+    async def __del__(self) -> None:
+        # Serve has drained the calls it knows of; requests that came since may still run.
+        await self._heartbeat.stop()
+        await self._gate.wait_idle()
+        self._server.should_exit = True
+        await self._serving
