@@ -222,8 +222,8 @@ class RouterClient:
         self._note_back()
         if (text := answer.get("error")) is not None:
             raise NoDecodeReplica(text)
-        if "replicas" in answer:
-            self._take_view(answer["version"], answer["replicas"])
+        if "view" in answer:
+            self._take_view(answer["view"])
         self._own[request.request_id] = answer["replica_id"]
         return Placement(
             answer["replica_id"],
@@ -276,8 +276,13 @@ class RouterClient:
             self._is_away = False
             logger.info("router answers again")
 
-    def _take_view(self, version: int, replicas: dict[str, dict[str, str]]) -> None:
-        self._version, self._replicas = version, replicas
+    def _take_view(self, view: Mapping[str, Any]) -> None:
+        """Take the router's map; what a router that has just started lacks stays as it was."""
+        known = {} if view["is_complete"] else self._replicas
+        self._version = view["version"]
+        self._replicas = {
+            role: {**known.get(role, {}), **replicas} for role, replicas in view["replicas"].items()
+        }
 
     def _tell(self, method: str, *args: Any) -> None:
         """Call without waiting; a router that is away gets the truth from heartbeats."""
@@ -295,9 +300,7 @@ class RouterClient:
     async def _follow(self) -> None:
         while True:
             try:
-                view = await router_handle(self._app_name).view.remote()
-                if view["replicas"]["decode"]:  # a restarted router fills up within a second
-                    self._take_view(view["version"], view["replicas"])
+                self._take_view(await router_handle(self._app_name).view.remote())
                 self._note_back()
             except RayActorError as err:
                 logger.warning("router actor is gone (%r): starting it again", err)

@@ -62,9 +62,8 @@ class RouterActor:
         self._service.release(request_ids)
 
     async def view(self) -> dict[str, Any]:
-        """Version and map of live replicas."""
         self._service.tick()
-        return {"version": self._service.version, "replicas": self._service.replicas()}
+        return self._service.view()
 
     async def stats(self) -> dict[str, Any]:
         return {**self._service.stats(), "pid": os.getpid()}

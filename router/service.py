@@ -57,8 +57,10 @@ class RouterService:
     version: int = field(init=False, default=0)
     _members: dict[str, _Member] = field(init=False, default_factory=dict)
     _next_expiry: float = field(init=False, default=0.0)
+    _started: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self._started = self.clock()
         self._build()
 
     def configure(self, settings: RouterSettings) -> bool:
@@ -144,6 +146,14 @@ class RouterService:
                 answer[member.role][replica_id] = member.url
         return answer
 
+    def view(self) -> dict[str, Any]:
+        """What callers keep: version, live replicas, and whether every replica can be known yet.
+
+        A router that has just started has not heard from all of them.
+        """
+        is_complete = self.clock() - self._started >= HEARTBEAT_TIMEOUT_S
+        return {"version": self.version, "replicas": self.replicas(), "is_complete": is_complete}
+
     # ---- requests
 
     def select(
@@ -190,7 +200,7 @@ class RouterService:
             "version": self.version,
         }
         if known_version != self.version:
-            answer["replicas"] = self.replicas()
+            answer["view"] = self.view()
         return answer
 
     def release(self, request_ids: Sequence[str]) -> None:

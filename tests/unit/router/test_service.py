@@ -50,8 +50,15 @@ def test_selection_reserves_and_carries_url_and_map(clock: Clock) -> None:
     second = select(router, "r2", known_version=first["version"])
     assert {first["replica_id"], second["replica_id"]} == {"a", "b"}
     assert first["url"] == f"http://{first['replica_id']}"
-    assert "replicas" in first
-    assert "replicas" not in second
+    assert "view" in first
+    assert "view" not in second
+
+
+def test_young_router_says_that_it_may_not_know_all(clock: Clock) -> None:
+    router = service(clock, "a")
+    assert not router.view()["is_complete"]
+    clock.now += HEARTBEAT_TIMEOUT_S
+    assert router.view()["is_complete"]
 
 
 def test_silent_replica_is_forgotten(clock: Clock) -> None:
