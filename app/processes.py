@@ -23,8 +23,12 @@ def start_run() -> str:
 
 
 def find(run_id: str | None = None, exclude: frozenset[int] = frozenset()) -> list[psutil.Process]:
-    """Processes of a run, or of any run when `run_id` is None."""
-    found = []
+    """Processes of a run, or of any run when `run_id` is None.
+
+    Descendants of marked ones are among them: some (Ray's agents) overwrite their environment when
+    they set their title.
+    """
+    found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         if process.pid in exclude or process.pid == os.getpid():
             continue
@@ -33,8 +37,13 @@ def find(run_id: str | None = None, exclude: frozenset[int] = frozenset()) -> li
         except (psutil.Error, OSError):
             continue
         if mark is not None and run_id in (None, mark):
-            found.append(process)
-    return found
+            found[process.pid] = process
+    for process in list(found.values()):
+        try:
+            found |= {child.pid: child for child in process.children(recursive=True)}
+        except psutil.Error:
+            continue
+    return [p for pid, p in found.items() if pid not in exclude and pid != os.getpid()]
 
 
 def end(

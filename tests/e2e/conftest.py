@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -92,6 +93,15 @@ class Service:
             return status
 
 
+def run_ids() -> set[str]:
+    """Marks of all runs on this machine."""
+    marks = set()
+    for process in processes.find():
+        with contextlib.suppress(psutil.Error, OSError, KeyError):
+            marks.add(process.environ()[processes.MARK])
+    return marks
+
+
 def wait_until(condition: Any, timeout_s: float, what: str) -> None:
     """Poll until a condition holds; fails with `what` when it does not in time."""
     deadline = time.monotonic() + timeout_s
@@ -115,7 +125,7 @@ def service(
     folder = tmp_path_factory.mktemp("service")
     path = folder / "eldr.yaml"
     path.write_text(yaml.safe_dump(config))
-    before = {p.environ()[processes.MARK] for p in processes.find()}
+    before = run_ids()
     with (folder / "serve.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.cli", "serve", path],
@@ -128,7 +138,7 @@ def service(
     if not line.startswith("ready"):
         process.kill()
         pytest.fail(f"the service did not start:\n{(folder / 'serve.log').read_text()[-4000:]}")
-    (run_id,) = {p.environ()[processes.MARK] for p in processes.find()} - before
+    (run_id,) = run_ids() - before
     yield Service(f"http://127.0.0.1:{PORT}", process, run_id)
     if process.poll() is None:
         os.kill(process.pid, signal.SIGTERM)

@@ -321,7 +321,9 @@ def test_dead_decode_replica_is_left_out_and_replaced(service: Service) -> None:
 
 
 def test_hard_kill_leaves_no_process_behind(service: Service) -> None:
-    assert processes.find(service.run_id)
+    family = processes.find(service.run_id)
+    assert len(family) > 10
     service.process.kill()
     service.process.wait()
-    wait_until(lambda: not processes.find(service.run_id), 40, "every process ended")
+    wait_until(lambda: not any(p.is_running() for p in family), 40, "every process ended")
+    assert not processes.find(service.run_id)
