@@ -6,13 +6,16 @@ A run marks its environment; all its descendants inherit the mark, whoever their
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterable
 
 import psutil
 
 MARK = "ELDR_RUN_ID"
+_NOTE_INTERVAL_S = 5.0
 
 
 def start_run() -> str:
@@ -47,12 +50,20 @@ def find(run_id: str | None = None, exclude: frozenset[int] = frozenset()) -> li
 
 
 def end(
-    run_id: str | None = None, grace_s: float = 5.0, exclude: frozenset[int] = frozenset()
+    run_id: str | None = None,
+    grace_s: float = 5.0,
+    exclude: frozenset[int] = frozenset(),
+    also: Iterable[psutil.Process] = (),
 ) -> int:
-    """Terminate the processes of a run, then kill what is left. Returns how many there were."""
+    """Terminate the processes of a run, then kill what is left. Returns how many there were.
+
+    `also` are processes known to belong to it that may no longer be found.
+    """
     total = 0
     for _ in range(3):  # a dying parent may have started one more
         processes = find(run_id, exclude)
+        known = {p.pid for p in processes} | exclude | {os.getpid()}
+        processes += [p for p in also if p.pid not in known and p.is_running()]
         if not processes:
             break
         total += len(processes)
@@ -85,8 +96,19 @@ def start_guard(run_id: str) -> subprocess.Popen[bytes]:
 
 
 def _guard(run_id: str) -> None:
-    sys.stdin.buffer.read()  # returns when the driver is gone
-    end(run_id, exclude=frozenset({os.getppid()}))
+    """Wait for the driver's end, then end the run.
+
+    Descendants are noted while the driver lives: those that hide their mark cannot be found once
+    their parents are gone with it.
+    """
+    driver = psutil.Process(os.getppid())
+    family: set[psutil.Process] = set()
+    while not select.select([sys.stdin], [], [], _NOTE_INTERVAL_S)[0]:
+        try:
+            family.update(driver.children(recursive=True))
+        except psutil.Error:
+            break  # it is gone
+    end(run_id, also=family)
 
 
 if __name__ == "__main__":

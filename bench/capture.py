@@ -74,7 +74,7 @@ def _command(args: argparse.Namespace) -> int:
         )
     with stdout_to_stderr():
         report = asyncio.run(measure(args.model, args.rounds, args.seed, progress_line()))
-        gc.collect()  # an engine that is left to the interpreter's end complains there
+        gc.collect()
     print(json.dumps(report) if args.json else _text(report, args.rounds))
     return 0
 
@@ -89,7 +89,9 @@ async def measure(
     """
     config = bench_config(model)
     with ExitStack() as stack:
-        engines = {}
+        engines: dict[str, Any] = {}
+        # One that is left to the interpreter's end complains there.
+        stack.callback(engines.clear)
         for (side, mode), port in zip(SIDES.items(), free_ports(2), strict=True):
             progress(f"starting the engine with capture {side}")
             engines[side] = _start_engine(config, mode, port)
