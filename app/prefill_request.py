@@ -27,6 +27,16 @@ class _Drop:
 
 DROP: Final = _Drop()
 
+# What prefill is asked: hand over the KV. vLLM wants all six keys; the answer has them filled.
+ASK_FOR_HANDOFF: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
 # What becomes of a field on its way to prefill: DROP, or the value it is set to, given or not.
 _COMMON: dict[str, object] = {
     # One answer at once: the reply is a single JSON with kv_transfer_params.
@@ -83,15 +93,7 @@ _COMMON: dict[str, object] = {
     "ec_transfer_params": DROP,
     # The id goes in the X-Request-Id header, which vLLM prefers; a client's own may come twice.
     "request_id": DROP,
-    # Ask for a hand-over. vLLM wants all six keys; the answer carries the filled ones.
-    "kv_transfer_params": {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    },
+    "kv_transfer_params": ASK_FOR_HANDOFF,
 }
 
 PREFILL_RULES: dict[RequestKind, dict[str, object]] = {

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from app.config import EldrConfig, KvTransferConfig, ModelConfig, PrefillConfig, RouterConfig
+from app.prefill_request import ASK_FOR_HANDOFF
 from bench.peers import free_ports
 from bench.report import Spread, progress_line, stdout_to_stderr
 from deployments.engine import Phase, engine_env, engine_kwargs, resolve_device
@@ -33,15 +34,6 @@ TARGET = 1.03
 SIDES = {"on": "prefill", "off": "off"}  # side: `eldr_capture` of its engine
 # KV of answered prefills stays in the engine until its lease ends: nobody will fetch it.
 LEASE_S = 5.0
-
-_PREFILL_PARAMS = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 Times = dict[str, list[float]]
 
@@ -177,7 +169,7 @@ async def _prefill(engine: Any, prompt: list[int], request_id: str) -> float:
         temperature=0,
         ignore_eos=True,
         detokenize=False,
-        extra_args={"kv_transfer_params": dict(_PREFILL_PARAMS)},
+        extra_args={"kv_transfer_params": dict(ASK_FOR_HANDOFF)},
     )
     started = time.perf_counter()
     async for _ in engine.generate({"prompt_token_ids": prompt}, params, request_id):

@@ -38,6 +38,12 @@ class Gate:
             if not self.num_running:
                 self._idle.set()
 
-    async def wait_idle(self) -> None:
-        """Wait until no request runs."""
-        await self._idle.wait()
+    async def wait_idle(self, quiet_s: float = 0.0) -> None:
+        """Wait until no request runs, nor has run at the end of `quiet_s` seconds after."""
+        while True:
+            await self._idle.wait()
+            if not quiet_s:
+                return
+            await asyncio.sleep(quiet_s)
+            if not self.num_running:
+                return

@@ -23,6 +23,9 @@ from deployments.engine import Phase
 from deployments.gate import Gate
 from deployments.replica import Heartbeat, set_side_channel
 
+# Requests that follow each other share one call: opening it costs as much as a decode step.
+_QUIET_S = 1.0
+
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: the replica's process belongs to Ray."""
@@ -82,7 +85,7 @@ class EngineServer(LLMServer):
         """
         if replica_id != self._replica_id:
             return False
-        await self._gate.wait_idle()
+        await self._gate.wait_idle(_QUIET_S)
         return True
 
     def record_autoscaling_stats(self) -> dict[str, float]:

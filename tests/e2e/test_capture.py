@@ -13,19 +13,11 @@ import pytest
 
 from app.config import load_config
 from app.model_facts import model_facts
+from app.prefill_request import ASK_FOR_HANDOFF
 from calibration.capture import Prompt, capture
 from deployments.engine import Phase, engine_env, engine_kwargs
 from deployments.replica import set_side_channel
 from tests.e2e.conftest import MODEL, ROOT
-
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 class Engine:
@@ -60,7 +52,7 @@ class Engine:
             params = SamplingParams(
                 max_tokens=1,
                 temperature=0,
-                extra_args={"kv_transfer_params": dict(REMOTE_DECODE)},
+                extra_args={"kv_transfer_params": dict(ASK_FOR_HANDOFF)},
             )
             final = None
             async for output in self.engine.generate(

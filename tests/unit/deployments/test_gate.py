@@ -44,6 +44,27 @@ def test_only_the_ingress_and_only_its_paths(request_: dict[str, Any], status: i
     assert asyncio.run(run()) == status
 
 
+def test_quiet_time_is_not_over_while_a_request_runs() -> None:
+    async def run() -> None:
+        release = asyncio.Event()
+
+        async def slow(scope: Any, receive: Any, send: Any) -> None:
+            await release.wait()
+            await ok(scope, receive, send)
+
+        gate = Gate(slow, "secret")
+        idle = asyncio.create_task(gate.wait_idle(0.02))
+        await asyncio.sleep(0)
+        task = asyncio.create_task(answer(gate, scope()))
+        await asyncio.sleep(0.05)
+        assert not idle.done()
+        release.set()
+        await task
+        await asyncio.wait_for(idle, 1)
+
+    asyncio.run(run())
+
+
 def test_counts_requests_also_when_they_fail() -> None:
     async def run() -> None:
         release = asyncio.Event()
