@@ -5,6 +5,8 @@ Axes: N requests, L MoE layers, E experts, K clusters, D signature length.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import scipy
 from numpy.typing import NDArray
@@ -23,6 +25,9 @@ from calibration.signature import (
 
 DOMAIN_COVERAGE = 0.5
 
+LayerChoice = Literal["selected", "all"]
+"""Layers of the signature: what greedy selection keeps, or all of them."""
+
 
 def fit(
     capture: Capture,
@@ -31,6 +36,7 @@ def fit(
     tau: float = 0.1,
     seed: int = 1,
     workload: str = "unnamed",
+    layers: LayerChoice = "selected",
     show_progress: bool = True,
 ) -> Artifact:
     """Fit the routing artifact for one model and workload. Deterministic in its arguments.
@@ -41,6 +47,7 @@ def fit(
         tau: band width to suggest to the router, cosine units, in [0, 1].
         seed: seed of the pair draw, of k-means++ and of the reservoir.
         workload: name of the traffic, for people.
+        layers: layers of the signature; the greedy search runs, and is kept, either way.
         show_progress: draw progress bars on stderr.
 
     Raises:
@@ -55,10 +62,11 @@ def fit(
             "capture more or lower k"
         )
     counts_NLE = capture.prefill_counts_NLE
-    layers = greedy_layer_selection(
+    search = greedy_layer_selection(
         counts_NLE, capture.decode_counts_NLE, seed=seed, show_progress=show_progress
     )
-    transform = SignatureTransform(compute_idf(counts_NLE), layers.mask)
+    mask = search.mask if layers == "selected" else np.arange(capture.num_layers)
+    transform = SignatureTransform(compute_idf(counts_NLE), mask)
     signatures_ND = transform.batch(counts_NLE)
     _refuse_zero_signatures(signatures_ND, capture)
     clusters = BalancedSphericalKMeans(k, random_state=seed)
@@ -77,17 +85,17 @@ def fit(
         tau=float(tau),
         seed=seed,
         scores={
-            "rho": float(layers.rho_curve.max()),
-            "rho_all_layers": float(layers.rho_curve[-1]),
+            "rho": float(search.rho_curve[len(mask) - 1]),
+            "rho_all_layers": float(search.rho_curve[-1]),
             "mean_cosine_distance": clusters.inertia_ / len(capture),
             "kmeans_iterations": float(clusters.n_iter_),
         },
         versions={**capture.versions, "numpy": np.__version__, "scipy": scipy.__version__},
         idf_LE=transform.idf_LE,
-        layer_mask=layers.mask,
-        layer_order=layers.order,
-        rho_curve_L=layers.rho_curve,
-        layer_rho_L=layers.per_layer_rho,
+        layer_mask=mask,
+        layer_order=search.order,
+        rho_curve_L=search.rho_curve,
+        layer_rho_L=search.per_layer_rho,
         centroids_KD=clusters.cluster_centers_,
         assignments_N=clusters.labels_,
         domains_N=capture.domains_N,

@@ -1,0 +1,212 @@
+"""Replays of several policies and seeds, set beside the strongest load balancer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import scipy.stats
+
+from calibration.artifact import Artifact
+from calibration.fit import LayerChoice
+from calibration.replay import Arrivals, Observer, Replay, ReplayResult, Workload
+from calibration.step_time import StepTimeLaw
+from calibration.traces import RoutingTrace
+from router.core import RoutingCore
+from router.policy import make_policy
+
+LOAD_BALANCERS = ("random", "rr", "jsq", "p2c")
+CONFIDENCE = 0.95
+RATIOS = ("distinct", "tpot_p50", "tpot_p95", "tpot_p99", "tpot_mean", "max_batch", "load_skew")
+
+Figures = dict[str, dict[str, list[float]]]
+"""Policy to figure to its value for each seed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a comparison replays.
+
+    Attributes:
+        policies: names as in the configuration.
+        num_replicas: K.
+        arrivals: closed or open loop.
+        prefix_tokens: tokens that stand in for the prompt.
+        min_tokens: shortest request to take; None: twice the prefix.
+        seeds: seeds of split, fit, order and policy.
+        num_requests: measured requests of a run.
+        num_warmup: requests before those.
+        law: time of a decode step.
+        tau: band width of `band`.
+        lambda_: load weight of `soft`.
+        layers: layers of the signature.
+    """
+
+    policies: Sequence[str]
+    num_replicas: int = 8
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    prefix_tokens: int = 64
+    min_tokens: int | None = None
+    seeds: Sequence[int] = (0, 1, 2, 3, 4)
+    num_requests: int = 1280
+    num_warmup: int = 256
+    law: StepTimeLaw = field(default_factory=StepTimeLaw)
+    tau: float = 0.1
+    lambda_: float = 0.5
+    layers: LayerChoice = "all"
+
+
+def run(
+    trace: RoutingTrace,
+    settings: Settings,
+    on_run: Callable[[str, int], object] = lambda policy, seed: None,
+    observer: Callable[[], Observer] | None = None,
+) -> Figures:
+    """Replay every policy with every seed.
+
+    Args:
+        trace: recorded requests.
+        settings: what to replay.
+        on_run: told policy and seed after each run.
+        observer: makes the observer of a run.
+    """
+    figures: Figures = {policy: {} for policy in settings.policies}
+    for seed in settings.seeds:
+        workload = Workload.split(trace, settings.prefix_tokens, seed, settings.min_tokens)
+        artifact = workload.fit(settings.num_replicas, seed, settings.layers)
+        for policy in settings.policies:
+            made = None if observer is None else observer()
+            result = run_one(workload, artifact, settings, policy, seed, made)
+            for name, value in result.figures().items():
+                figures[policy].setdefault(name, []).append(value)
+            on_run(policy, seed)
+    return figures
+
+
+def run_one(
+    workload: Workload,
+    artifact: Artifact,
+    settings: Settings,
+    policy: str,
+    seed: int,
+    observer: Observer | None = None,
+) -> ReplayResult:
+    """One replay; replica k has centroid k."""
+    made = make_policy(
+        policy,
+        tau=settings.tau,
+        lambda_=settings.lambda_,
+        seed=seed,
+        domain_replicas=artifact.domain_clusters,
+    )
+    return Replay(
+        workload,
+        RoutingCore(made, artifact, seed),
+        num_replicas=settings.num_replicas,
+        arrivals=settings.arrivals,
+        law=settings.law,
+        num_requests=settings.num_requests,
+        num_warmup=settings.num_warmup,
+        seed=seed,
+        observer=observer,
+    ).run()
+
+
+def open_rate(trace: RoutingTrace, settings: Settings) -> float:
+    """Arrival rate at which JSQ would hold about `concurrency` requests in flight.
+
+    By Little's law that is the rate at which a closed loop of that size gets requests done.
+    """
+    closed = replace(settings, arrivals=replace(settings.arrivals, kind="closed"))
+    seed = settings.seeds[0]
+    workload = Workload.split(trace, settings.prefix_tokens, seed, settings.min_tokens)
+    artifact = workload.fit(settings.num_replicas, seed, "all")
+    result = run_one(workload, artifact, closed, "jsq", seed)
+    return len(result.tpot_M) / result.duration
+
+
+def reference(figures: Figures) -> str:
+    """The strongest load balancer: the lowest mean TPOT P50; else the first policy."""
+    balancers = [policy for policy in figures if policy in LOAD_BALANCERS]
+    if not balancers:
+        return next(iter(figures))
+    return min(balancers, key=lambda policy: float(np.mean(figures[policy]["tpot_p50"])))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean by Student's t; NaN for a single value."""
+    if len(values) < 2:
+        return float("nan"), float("nan")
+    spread = float(scipy.stats.sem(values))
+    half = spread * float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
+    mean = float(np.mean(values))
+    return mean - half, mean + half
+
+
+def summary(figures: Figures, settings: Settings) -> dict[str, Any]:
+    """Means, and paired ratios to the reference with their intervals, as JSON would have them."""
+    best = reference(figures)
+    policies: dict[str, Any] = {}
+    for policy, rows in figures.items():
+        row: dict[str, Any] = {name: round(float(np.mean(v)), 4) for name, v in rows.items()}
+        row["distinct_ci"] = _rounded(interval(rows["distinct"]))
+        row["ratio"] = {}
+        for name in RATIOS:
+            ratios = [a / b for a, b in zip(rows[name], figures[best][name], strict=True)]
+            row["ratio"][name] = {
+                "mean": round(float(np.mean(ratios)), 4),
+                "ci": _rounded(interval(ratios)),
+            }
+        policies[policy] = row
+    return {
+        "policies": policies,
+        "reference": best,
+        "replicas": settings.num_replicas,
+        "arrivals": settings.arrivals.kind,
+        "concurrency": settings.arrivals.concurrency,
+        "rate": settings.arrivals.rate,
+        "prefix_tokens": settings.prefix_tokens,
+        "seeds": list(settings.seeds),
+        "requests": settings.num_requests,
+        "confidence": CONFIDENCE,
+    }
+
+
+def rows(report: dict[str, Any]) -> list[list[str]]:
+    """Table of a summary: absolute for the reference, change in percent for the others."""
+    names = ("distinct", "tpot_p50", "tpot_p95", "tpot_p99")
+    best = report["reference"]
+    lines = [["policy", *(_TITLES[name] for name in names), "max batch", "skew", "band"]]
+    for policy, row in report["policies"].items():
+        cells = []
+        for name in names:
+            if policy == best:
+                cells.append(f"{row[name]:.3f}")
+            else:
+                ratio = row["ratio"][name]
+                cells.append(_change(ratio["mean"], ratio["ci"]))
+        band = f"{row['band_size']:.1f}" if "band_size" in row else "-"
+        label = f"{policy} (reference)" if policy == best else policy
+        lines.append([label, *cells, f"{row['max_batch']:.1f}", f"{row['load_skew']:.2f}", band])
+    return lines
+
+
+_TITLES = {
+    "distinct": "distinct/layer/step",
+    "tpot_p50": "TPOT P50",
+    "tpot_p95": "TPOT P95",
+    "tpot_p99": "TPOT P99",
+}
+
+
+def _change(mean: float, ci: list[float] | None) -> str:
+    text = f"{100 * (mean - 1):+.1f} %"
+    if ci is None:
+        return text
+    return f"{text} [{100 * (ci[0] - 1):+.1f}, {100 * (ci[1] - 1):+.1f}]"
+
+
+def _rounded(bounds: tuple[float, float]) -> list[float] | None:
+    return None if np.isnan(bounds[0]) else [round(bound, 4) for bound in bounds]
