@@ -1,0 +1,568 @@
+"""Which experts stay on the device: one retention rule, and the scores that drive it.
+
+Every policy here is U_B (CacheRouter, Algorithm 1) with another score: what a step executes must
+be resident, only executed experts enter, and of the others those with the lowest score leave.
+LRU scores by last use, LFU by use count, LRFU by a decayed count, the Temporal Router by its
+probabilities; the clairvoyant minimum is U_B scored by minus the next use. Pre-access refinement
+(Algorithm 2) may precede a step.
+
+The same code serves the runtime, one layer at a time, and replay, thousands of layers at once:
+caches are rows, and a call names a slice of them.
+
+Axes: L MoE layers, E experts, B slots of a layer, R rows of a call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+
+from cachemgr.types import BoolArray, FloatArray, IntArray, Ledger, Load, Pass, StepPlan
+
+NOTHING = StepPlan((Pass(()),))
+POLICIES = ("lru", "lfu", "lrfu", "static", "given")
+
+
+class Retention(Protocol):
+    """Scores experts for retention from what the rows have executed; higher stays longer.
+
+    Not thread-safe. `observe` is called once a row and step, before `scores`.
+    """
+
+    @property
+    def name(self) -> str:
+        """Spelling in configuration, metrics and results."""
+        ...
+
+    def observe(self, rows: slice, demand_RE: BoolArray) -> None:
+        """Take in what a step executes; changes the state of `rows` only."""
+        ...
+
+    def scores(self, rows: slice) -> FloatArray:
+        """Scores after the newest step; (R, E), finite. Valid until the next `observe`."""
+        ...
+
+    def reset(self, rows: slice) -> None:
+        """Forget the history of `rows`."""
+        ...
+
+
+class LRU:
+    """Least recently used: the score is the step of the last use."""
+
+    name = "lru"
+
+    def __init__(self, num_rows: int, num_experts: int) -> None:
+        self._last_RE = np.zeros((num_rows, num_experts))
+        self._now_R = np.zeros((num_rows, 1))
+
+    def observe(self, rows: slice, demand_RE: BoolArray) -> None:
+        """See `Retention.observe`."""
+        self._now_R[rows] += 1
+        np.copyto(self._last_RE[rows], self._now_R[rows], where=demand_RE)
+
+    def scores(self, rows: slice) -> FloatArray:
+        """See `Retention.scores`."""
+        return self._last_RE[rows]
+
+    def reset(self, rows: slice) -> None:
+        """See `Retention.reset`."""
+        self._last_RE[rows] = 0
+        self._now_R[rows] = 0
+
+
+class LRFU:
+    """Recency and frequency in one: a count of uses that halves every 1 / lambda steps.
+
+    Args:
+        num_rows: caches.
+        num_experts: E.
+        lambda_: in [0, 1]; near 1 is LRU, 0 is LFU.
+
+    Source: Lee et al. 2001, F(x) = (1/2)^(lambda x), over the history of all experts, resident or
+    not.
+    """
+
+    name = "lrfu"
+
+    def __init__(self, num_rows: int, num_experts: int, lambda_: float = 0.03) -> None:
+        if not 0 <= lambda_ <= 1:
+            raise ValueError(f"lambda of LRFU must be in [0, 1], got {lambda_}")
+        self._decay = math.pow(0.5, lambda_)
+        self._crf_RE = np.zeros((num_rows, num_experts))
+
+    def observe(self, rows: slice, demand_RE: BoolArray) -> None:
+        """See `Retention.observe`."""
+        crf_RE = self._crf_RE[rows]
+        crf_RE *= self._decay
+        crf_RE += demand_RE
+
+    def scores(self, rows: slice) -> FloatArray:
+        """See `Retention.scores`."""
+        return self._crf_RE[rows]
+
+    def reset(self, rows: slice) -> None:
+        """See `Retention.reset`."""
+        self._crf_RE[rows] = 0
+
+
+class LFU(LRFU):
+    """Least frequently used, without ageing: LRFU with lambda = 0."""
+
+    name = "lfu"
+
+    def __init__(self, num_rows: int, num_experts: int) -> None:
+        super().__init__(num_rows, num_experts, lambda_=0.0)
+
+
+class Static:
+    """A fixed order of importance: the hot set stays as far as the executed experts allow.
+
+    Args:
+        hotness_RE: higher stays longer, for example counts of earlier traffic; (rows, E), finite.
+    """
+
+    name = "static"
+
+    def __init__(self, hotness_RE: FloatArray) -> None:
+        if hotness_RE.ndim != 2 or not np.isfinite(hotness_RE).all():
+            raise ValueError(
+                f"hotness must be finite numbers of shape (layers, experts), got "
+                f"{hotness_RE.shape}{' with NaN or infinity' if hotness_RE.ndim == 2 else ''}"
+            )
+        self._hotness_RE = np.asarray(hotness_RE, dtype=np.float64)
+
+    def observe(self, rows: slice, demand_RE: BoolArray) -> None:
+        """See `Retention.observe`; there is no history."""
+
+    def scores(self, rows: slice) -> FloatArray:
+        """See `Retention.scores`."""
+        return self._hotness_RE[rows]
+
+    def reset(self, rows: slice) -> None:
+        """See `Retention.reset`."""
+
+
+class Given:
+    """No score of its own: the caller gives scores with every access.
+
+    For the Temporal Router (p^R + p^T), native gate probabilities, or any other array.
+    """
+
+    name = "given"
+
+    def observe(self, rows: slice, demand_RE: BoolArray) -> None:
+        """See `Retention.observe`; there is no history."""
+
+    def scores(self, rows: slice) -> FloatArray:
+        """Raises ValueError: this retention has no score of its own."""
+        raise ValueError("this cache has no score of its own: give `scores` with every access")
+
+    def reset(self, rows: slice) -> None:
+        """See `Retention.reset`."""
+
+
+def make_retention(
+    name: str,
+    num_rows: int,
+    num_experts: int,
+    *,
+    lambda_: float = 0.03,
+    hotness_RE: FloatArray | None = None,
+) -> Retention:
+    """The retention called `name`.
+
+    Args:
+        name: one of `POLICIES`.
+        num_rows: caches, L in the runtime.
+        num_experts: E.
+        lambda_: of LRFU.
+        hotness_RE: of `static`, (rows, E).
+
+    Raises:
+        ValueError: unknown name, or `static` without a hotness of that shape.
+    """
+    if name == "lru":
+        return LRU(num_rows, num_experts)
+    if name == "lfu":
+        return LFU(num_rows, num_experts)
+    if name == "lrfu":
+        return LRFU(num_rows, num_experts, lambda_)
+    if name == "given":
+        return Given()
+    if name == "static":
+        if hotness_RE is None or hotness_RE.shape != (num_rows, num_experts):
+            found = None if hotness_RE is None else hotness_RE.shape
+            raise ValueError(
+                f"static needs a hotness of shape {(num_rows, num_experts)}, got {found}"
+            )
+        return Static(hotness_RE)
+    raise ValueError(f"unknown cache policy {name!r}: choose one of {', '.join(POLICIES)}")
+
+
+def check_capacity(capacity: int, num_experts: int, top_k: int, budget: int = 0) -> None:
+    """Refuse capacities at which the rules are not defined.
+
+    Args:
+        capacity: B, slots of a layer.
+        num_experts: E.
+        top_k: k, experts a token executes.
+        budget: refinement budget, candidates Algorithm 2 checks before an access.
+
+    Raises:
+        ValueError: B < k, B > E, or budget outside [0, B].
+    """
+    if capacity < top_k:
+        raise ValueError(
+            f"cache capacity {capacity} is below top-k {top_k}: a token executes {top_k} experts "
+            f"of a layer at once, so give at least {top_k} slots"
+        )
+    if capacity > num_experts:
+        raise ValueError(
+            f"cache capacity {capacity} exceeds the {num_experts} experts of a layer: give at "
+            f"most {num_experts} slots"
+        )
+    if not 0 <= budget <= capacity:
+        raise ValueError(
+            f"refinement budget {budget} must be in [0, {capacity}], the capacity: candidates "
+            f"beyond it would displace each other"
+        )
+
+
+def retain(
+    resident_RE: BoolArray, demand_RE: BoolArray, scores_RE: FloatArray, capacity: int
+) -> BoolArray:
+    """Contents after a step (U_B): the executed set, and the best of the other residents.
+
+    A demand within the capacity stays whole, and of the other residents those with the lowest
+    score leave as far as slots are missing. A larger demand runs in ceil(demand / B) passes, in
+    the order of `pass_order`; what it leaves is the last pass and, of the one before, those with
+    the highest scores. Equal scores: the lower id leaves first.
+
+    Args:
+        resident_RE: contents before; bool (R, E), at most `capacity` a row.
+        demand_RE: experts to execute; bool (R, E).
+        scores_RE: higher stays longer; (R, E), finite.
+        capacity: B.
+
+    Returns:
+        bool (R, E); a new array.
+
+    Source: CacheRouter (arXiv 2609.04895), Algorithm 1; the paper has no demands beyond B.
+    """
+    after_RE = resident_RE | demand_RE
+    excess_R = np.count_nonzero(after_RE, axis=1) - capacity
+    most = int(excess_R.max(initial=0))
+    if most <= 0:
+        return after_RE
+    # The executed set leaves last: it is sorted behind every score.
+    keys_RE = np.where(after_RE & ~demand_RE, scores_RE, np.inf)
+    order_RE = keys_RE.argsort(axis=1, kind="stable")[:, :most]
+    if len(order_RE) == 1:
+        after_RE[0, order_RE[0]] = False
+    else:
+        leaves_RE = np.arange(most) < excess_R[:, None]
+        rows_V, ranks_V = leaves_RE.nonzero()
+        after_RE[rows_V, order_RE[rows_V, ranks_V]] = False
+    overflows_R = np.count_nonzero(demand_RE, axis=1) > capacity
+    if overflows_R.any():
+        after_RE[overflows_R] = _left_by_passes(
+            resident_RE[overflows_R], demand_RE[overflows_R], scores_RE[overflows_R], capacity
+        )
+    return after_RE
+
+
+def pass_order(resident_RE: BoolArray, demand_RE: BoolArray, scores_RE: FloatArray) -> IntArray:
+    """Order in which a demand beyond the capacity is executed, B experts a pass.
+
+    Residents first (they need no load, and their slots are needed), then the missing ones; each
+    group by ascending score, so that what is worth keeping comes last. Equal scores: lower id
+    first. Every missing expert is loaded once, whatever the number of passes.
+
+    Returns:
+        Expert ids; int64 (R, E); the experts that are not demanded come last.
+    """
+    groups_RE = np.where(demand_RE, np.where(resident_RE, 0, 1), 2)
+    order_RE: IntArray = np.lexsort((scores_RE, groups_RE), axis=1)
+    return order_RE
+
+
+def _left_by_passes(
+    resident_RE: BoolArray, demand_RE: BoolArray, scores_RE: FloatArray, capacity: int
+) -> BoolArray:
+    """Contents after demands that each exceed the capacity."""
+    order_RE = pass_order(resident_RE, demand_RE, scores_RE)
+    pass_RE = np.empty_like(order_RE)
+    np.put_along_axis(pass_RE, order_RE, np.arange(order_RE.shape[1])[None] // capacity, axis=1)
+    last_R1 = (np.count_nonzero(demand_RE, axis=1)[:, None] - 1) // capacity
+    keys_RE = np.where(pass_RE == last_R1 - 1, scores_RE, -np.inf)
+    keys_RE[demand_RE & (pass_RE == last_R1)] = np.inf
+    kept_RB = keys_RE.argsort(axis=1, kind="stable")[:, -capacity:]
+    after_RE = np.zeros_like(resident_RE)
+    np.put_along_axis(after_RE, kept_RB, True, axis=1)
+    return after_RE
+
+
+def refine(resident_RE: BoolArray, scores_RE: FloatArray, capacity: int, budget: int) -> BoolArray:
+    """Contents after pre-access refinement (Algorithm 2, steps 1-2).
+
+    The experts with the `budget` highest scores are checked in descending order: an absent one
+    replaces the resident with the lowest score if it scores higher. An empty slot counts as a
+    resident below every score. Equal scores: the lower id is the better candidate, and leaves
+    first as a resident.
+
+    Args:
+        resident_RE: contents before; bool (R, E), at most `capacity` a row.
+        scores_RE: expected use in the coming step; (R, E), finite.
+        capacity: B.
+        budget: candidates checked, not loads; in [0, B].
+
+    Returns:
+        bool (R, E); a new array.
+
+    Source: CacheRouter (arXiv 2609.04895), Algorithm 2.
+    """
+    after_RE = resident_RE.copy()
+    if not budget:
+        return after_RE
+    num_rows, num_experts = resident_RE.shape
+    # Candidates descend and the lowest resident rises, so swap j takes place when the j-th absent
+    # candidate beats the j-th lowest resident, and the first failure is the last test.
+    best_RC = (-scores_RE).argsort(axis=1, kind="stable")[:, :budget]
+    absent_RC = ~np.take_along_axis(resident_RE, best_RC, axis=1)
+    nth_RC = absent_RC.cumsum(axis=1) - 1
+    empty_R1 = capacity - np.count_nonzero(resident_RE, axis=1)[:, None]
+    worst_RE = np.where(resident_RE, scores_RE, np.inf).argsort(axis=1, kind="stable")
+    victims_RC = np.take_along_axis(
+        worst_RE, np.clip(nth_RC - empty_R1, 0, num_experts - 1), axis=1
+    )
+    beats_RC = np.take_along_axis(scores_RE, best_RC, axis=1) > np.take_along_axis(
+        scores_RE, victims_RC, axis=1
+    )
+    swaps_RC = absent_RC & (beats_RC | (nth_RC < empty_R1))
+    rows_RC = np.broadcast_to(np.arange(num_rows)[:, None], best_RC.shape)
+    evicts_RC = swaps_RC & (nth_RC >= empty_R1)
+    after_RE[rows_RC[evicts_RC], victims_RC[evicts_RC]] = False
+    after_RE[rows_RC[swaps_RC], best_RC[swaps_RC]] = True
+    return after_RE
+
+
+class RowCaches:
+    """Contents and counts of many independent caches of one capacity, stepped together.
+
+    Args:
+        num_rows: caches.
+        num_experts: E.
+        capacity: B, 1 to E.
+        retention: scores of the same rows.
+    """
+
+    def __init__(
+        self, num_rows: int, num_experts: int, capacity: int, retention: Retention
+    ) -> None:
+        check_capacity(capacity, num_experts, top_k=1)
+        self.capacity = capacity
+        self.retention = retention
+        self.resident_RE = np.zeros((num_rows, num_experts), dtype=np.bool_)
+        self.ledger = Ledger.empty(num_rows)
+
+    def access(
+        self, rows: slice, demand_RE: BoolArray, scores_RE: FloatArray | None = None
+    ) -> IntArray:
+        """Execute a demand in each of `rows`, and retain.
+
+        Args:
+            rows: which caches.
+            demand_RE: experts to execute, the union of a batch; bool (R, E).
+            scores_RE: for this step, instead of the retention's own; (R, E).
+
+        Returns:
+            Demand misses; int64 (R,).
+        """
+        before_RE = self.resident_RE[rows]
+        self.retention.observe(rows, demand_RE)
+        misses_R: IntArray = np.count_nonzero(demand_RE & ~before_RE, axis=1)
+        asked_R = np.count_nonzero(demand_RE, axis=1)
+        if misses_R.any():
+            if scores_RE is None:
+                scores_RE = self.retention.scores(rows)
+            held_R = np.count_nonzero(before_RE, axis=1)
+            after_RE = retain(before_RE, demand_RE, scores_RE, self.capacity)
+            self.ledger.evictions[rows] += held_R + misses_R - np.count_nonzero(after_RE, axis=1)
+            self.resident_RE[rows] = after_RE
+        passes_R = np.maximum(-(-asked_R // self.capacity), 1)
+        self.ledger.accesses[rows] += asked_R
+        self.ledger.demand[rows] += misses_R
+        self.ledger.steps[rows] += 1
+        self.ledger.passes[rows] += passes_R
+        self.ledger.overflows[rows] += passes_R > 1
+        return misses_R
+
+    def refine(self, rows: slice, scores_RE: FloatArray, budget: int) -> IntArray:
+        """Pre-access refinement in each of `rows`; see `refine`.
+
+        Returns:
+            Proactive loads; int64 (R,).
+        """
+        before_RE = self.resident_RE[rows]
+        after_RE = refine(before_RE, scores_RE, self.capacity, budget)
+        loads_R: IntArray = np.count_nonzero(after_RE & ~before_RE, axis=1)
+        evicted_R = np.count_nonzero(before_RE & ~after_RE, axis=1)
+        self.resident_RE[rows] = after_RE
+        self.ledger.proactive[rows] += loads_R
+        self.ledger.evictions[rows] += evicted_R
+        return loads_R
+
+    def reset(self, rows: slice) -> None:
+        """Empty the caches and forget their history; counts stay."""
+        self.resident_RE[rows] = False
+        self.retention.reset(rows)
+
+
+class ExpertCache:
+    """The resident experts of every layer of one engine, and the slots they are in.
+
+    Owned by one worker, which calls `access` once a layer and step, after the layer's routing is
+    known; `refine` may come before. Both only decide: the caller copies weights as told before it
+    runs the pass. Ranks that make the same calls get the same plans.
+
+    Args:
+        num_layers: L.
+        num_experts: E.
+        capacity: B, slots of a layer, top_k to E.
+        top_k: k, experts a token executes.
+        retention: scores of L rows.
+        budget: default of `refine`; 0 to B.
+
+    Raises:
+        ValueError: capacity or budget outside their range.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        capacity: int,
+        top_k: int,
+        retention: Retention,
+        *,
+        budget: int = 0,
+    ) -> None:
+        check_capacity(capacity, num_experts, top_k, budget)
+        self.budget = budget
+        self._rows = RowCaches(num_layers, num_experts, capacity, retention)
+        self.slot_LE = np.full((num_layers, num_experts), -1, dtype=np.int64)
+        """Slot of each expert, -1 when it is not resident."""
+        self.expert_LB = np.full((num_layers, capacity), -1, dtype=np.int64)
+        """Expert in each slot, -1 when it is empty."""
+        self._layers = [slice(layer, layer + 1) for layer in range(num_layers)]
+
+    @property
+    def capacity(self) -> int:
+        """B, slots of a layer."""
+        return self._rows.capacity
+
+    @property
+    def resident_LE(self) -> BoolArray:
+        """Contents; bool (L, E). Not to be written."""
+        return self._rows.resident_RE
+
+    @property
+    def ledger(self) -> Ledger:
+        """Counts, a row a layer."""
+        return self._rows.ledger
+
+    def access(
+        self, layer: int, demand_E: BoolArray, scores_E: FloatArray | None = None
+    ) -> StepPlan:
+        """Execute the experts a step needs, load the missing ones, and retain (Algorithm 1).
+
+        Args:
+            layer: in [0, L).
+            demand_E: experts that the batch's tokens chose; bool (E,).
+            scores_E: retention scores of this step, instead of the retention's own; (E,), finite.
+
+        Returns:
+            Passes to run, in order, each with the loads it needs. A demand beyond the capacity
+            takes ceil(demand / B) passes (`pass_order`); every missing expert is loaded once.
+        """
+        demand_RE = demand_E[None]
+        scores_RE = None if scores_E is None else scores_E[None]
+        rows = self._layers[layer]
+        before_RE = self._rows.resident_RE[rows].copy()
+        if not self._rows.access(rows, demand_RE, scores_RE)[0]:
+            return NOTHING
+        if np.count_nonzero(demand_E) <= self.capacity:
+            return StepPlan((Pass(self._move(layer, before_RE[0])),))
+        if scores_RE is None:
+            scores_RE = self._rows.retention.scores(rows)
+        return self._passes(layer, before_RE, demand_RE, scores_RE)
+
+    def refine(
+        self, layer: int, scores_E: FloatArray, budget: int | None = None
+    ) -> tuple[Load, ...]:
+        """Load ahead of a layer's access what it is likely to need (Algorithm 2).
+
+        Args:
+            layer: in [0, L).
+            scores_E: expected use in the coming step; (E,), finite.
+            budget: candidates to check, 0 to B; None takes the cache's own.
+
+        Returns:
+            Copies to make, at most `budget`.
+        """
+        before_E = self._rows.resident_RE[layer].copy()
+        self._rows.refine(
+            self._layers[layer], scores_E[None], self.budget if budget is None else budget
+        )
+        return self._move(layer, before_E)
+
+    def reset(self) -> None:
+        """Empty every slot and forget the history; counts stay."""
+        self._rows.reset(slice(None))
+        self.slot_LE[:] = -1
+        self.expert_LB[:] = -1
+
+    def _passes(
+        self, layer: int, resident_RE: BoolArray, demand_RE: BoolArray, scores_RE: FloatArray
+    ) -> StepPlan:
+        """Passes of a demand beyond the capacity; slots end up as `retain` says."""
+        order = pass_order(resident_RE, demand_RE, scores_RE)[0].tolist()
+        scores = scores_RE[0].tolist()
+        demand = order[: int(np.count_nonzero(demand_RE))]
+        resident = set(np.flatnonzero(resident_RE[0]).tolist())
+        passes = []
+        for start in range(0, len(demand), self.capacity):
+            experts = sorted(demand[start : start + self.capacity])
+            entered = [e for e in experts if e not in resident]
+            others = sorted(resident.difference(experts), key=lambda e: (scores[e], e))
+            left = others[: max(0, len(resident) + len(entered) - self.capacity)]
+            resident.difference_update(left)
+            resident.update(entered)
+            passes.append(Pass(self._assign(layer, entered, left), tuple(experts)))
+        return StepPlan(tuple(passes))
+
+    def _move(self, layer: int, before_E: BoolArray) -> tuple[Load, ...]:
+        """Give slots to what entered: empty ones first, then those of what left, by id."""
+        after_E = self._rows.resident_RE[layer]
+        changed = np.flatnonzero(after_E != before_E)
+        entered = [int(e) for e in changed if after_E[e]]
+        left = [int(e) for e in changed if not after_E[e]]
+        return self._assign(layer, entered, left)
+
+    def _assign(self, layer: int, entered: list[int], left: list[int]) -> tuple[Load, ...]:
+        slot_E, expert_B = self.slot_LE[layer], self.expert_LB[layer]
+        num_empty = len(entered) - len(left)
+        empty = np.flatnonzero(expert_B < 0)[:num_empty].tolist() if num_empty > 0 else []
+        slots = [*empty, *(int(slot_E[e]) for e in left)]
+        evicted = [*([-1] * len(empty)), *left]
+        for expert in left:
+            slot_E[expert] = -1
+        loads = []
+        for expert, slot, old in zip(entered, slots, evicted, strict=False):
+            slot_E[expert] = slot
+            expert_B[slot] = expert
+            loads.append(Load(expert, slot, old))
+        return tuple(loads)
