@@ -1,0 +1,177 @@
+"""Expert store: whole or not at all, and refused when it is not what it should be."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cachemgr.store import ExpertStore, StoreError, StoreKey, StoreWriter, TensorSpec
+
+SPECS = (TensorSpec("w13", "bfloat16", (4, 8), 64), TensorSpec("w2", "bfloat16", (8, 2), 32))
+
+
+def build_key(**changes: object) -> StoreKey:
+    key = StoreKey(fingerprint="f" * 16, layout="vec tp1", num_experts=5, tensors_L=(SPECS,) * 3)
+    return replace(key, **changes)  # type: ignore[arg-type]
+
+
+def data_of(layer: int, name: str) -> np.ndarray:
+    nbytes = {"w13": 64, "w2": 32}[name]
+    rng = np.random.default_rng(layer * 10 + len(name))
+    return rng.integers(256, size=(5, nbytes), dtype=np.uint8)
+
+
+def write(path: Path, key: StoreKey) -> None:
+    with StoreWriter(path, key) as writer:
+        for layer in range(3):
+            for name in ("w13", "w2"):
+                writer.write(layer, name, data_of(layer, name))
+        writer.commit()
+
+
+def test_reads_back_what_was_written(tmp_path: Path) -> None:
+    path, key = tmp_path / "new" / "model.experts", build_key()
+    write(path, key)
+    store = ExpertStore.open(path, key)
+    for layer in range(3):
+        for name in ("w13", "w2"):
+            np.testing.assert_array_equal(store.tensor(layer, name), data_of(layer, name))
+            store.check_same(layer, name, data_of(layer, name))
+    with pytest.raises(ValueError, match="read-only"):
+        store.tensor(0, "w13")[0, 0] = 1
+    assert os.listdir(path.parent) == ["model.experts"]
+    assert key.expert_bytes == 96
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def cut_header(path: Path) -> None:
+    os.truncate(path, 60)
+
+
+def flip_data(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-4096] ^= 1  # in the last block
+    path.write_bytes(data)
+
+
+def flip_header(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[70] ^= 1
+    path.write_bytes(data)
+
+
+def replace_all(path: Path) -> None:
+    path.write_bytes(b"something else" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (cut, "cut short or changed"),
+        (cut_header, "damaged"),
+        (flip_data, "damaged: w2 of MoE layer 2"),
+        (flip_header, "damaged"),
+        (replace_all, "no expert store"),
+    ],
+)
+def test_changed_file_is_refused(
+    tmp_path: Path, change: Callable[[Path], None], message: str
+) -> None:
+    path = tmp_path / "model.experts"
+    write(path, build_key())
+    change(path)
+    with pytest.raises(StoreError, match=message) as caught:
+        ExpertStore.open(path, build_key())
+    assert "delete it" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fingerprint": "0" * 16}, "fingerprint 'ffffffffffffffff' instead of"),
+        ({"layout": "amx tp1"}, "layout 'vec tp1' instead of 'amx tp1'"),
+        ({"num_experts": 6}, "num_experts 5 instead of 6"),
+        ({"tensors_L": (SPECS,) * 2}, "3 layers of w13"),
+    ],
+)
+def test_file_of_another_model_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "model.experts"
+    write(path, build_key())
+    with pytest.raises(StoreError, match=message):
+        ExpertStore.open(path, build_key(**change))
+    assert build_key(**change).file_name != build_key().file_name
+
+
+def test_weights_that_changed_under_the_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.experts"
+    write(path, build_key())
+    store = ExpertStore.open(path, build_key())
+    with pytest.raises(StoreError, match="the model has changed"):
+        store.check_same(1, "w2", data_of(2, "w2"))
+
+
+def test_nothing_is_left_without_commit(tmp_path: Path) -> None:
+    path = tmp_path / "model.experts"
+    with StoreWriter(path, build_key()) as writer:
+        writer.write(0, "w2", data_of(0, "w2"))
+        with pytest.raises(StoreError, match="5 tensors were not written"):
+            writer.commit()
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ValueError, match="must have shape"), StoreWriter(path, build_key()) as w:
+        w.write(0, "w2", data_of(0, "w13"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_failed_rewrite_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.experts"
+    write(path, build_key())
+    with StoreWriter(path, build_key()) as writer:
+        writer.write(0, "w2", data_of(0, "w2"))
+    ExpertStore.open(path, build_key())
+
+
+def test_killed_writer_leaves_no_file_and_is_cleaned_up_after(tmp_path: Path) -> None:
+    path = tmp_path / "model.experts"
+    pid = os.fork()
+    if not pid:
+        with StoreWriter(path, build_key()) as writer:
+            writer.write(0, "w2", data_of(0, "w2"))
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert not path.exists()
+    assert len(os.listdir(tmp_path)) == 1
+    write(path, build_key())
+    assert os.listdir(tmp_path) == ["model.experts"]
+
+
+def test_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    """The file size limit makes the kernel refuse further blocks, as a full disk does."""
+    path = tmp_path / "model.experts"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(StoreError, match=r"disk is full.*cache\.store_dir"):
+            write(path, build_key())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert os.listdir(tmp_path) == []
+
+
+def test_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot write the expert store"):
+        write(tmp_path / "file" / "model.experts", build_key())
