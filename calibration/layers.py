@@ -1,6 +1,6 @@
 """Which layers the signature keeps: greedy search by rank correlation with decode similarity.
 
-Axes: N requests, L MoE layers, E experts, M request pairs, C layers still to try.
+Axes: N requests, L MoE layers, E experts, M request pairs.
 
 Source: ELDR (arXiv 2607.00466), layer selection; details as in the authors' artifact.
 """
@@ -18,6 +18,8 @@ from tqdm import tqdm
 from calibration.signature import MIN_NORM, CountArray, IndexArray, compute_idf
 
 Float64Array = NDArray[np.float64]
+ValueArray = NDArray[Any]
+"""Counts, or what another transform makes of a prompt: integers or floats."""
 
 CHUNK_PAIRS = 4096
 
@@ -40,41 +42,39 @@ class LayerSelection:
 
 
 def greedy_layer_selection(
-    counts_NLE: CountArray,
+    counts_NLE: ValueArray,
     decode_NLE: CountArray,
     num_pairs: int = 30_000,
     seed: int = 1,
     *,
+    weights_LE: NDArray[np.floating[Any]] | None = None,
     show_progress: bool = False,
 ) -> LayerSelection:
     """Add the layer that helps most, through all layers, then cut where rho peaked.
 
     rho is Spearman's correlation, over random pairs of requests, between the cosine distance of
-    their signatures (counts * IDF of the layers taken) and that of their decode counts (all
+    their signatures (counts * weights of the layers taken) and that of their decode counts (all
     layers). It is 0 where either side is constant. Ties go to the lowest layer, the cut to the
     earliest peak.
 
     Args:
-        counts_NLE: prompt tokens per layer and expert; integers >= 0, shape (N, L, E), N >= 2.
+        counts_NLE: prompt tokens per layer and expert, or what another transform makes of a prompt;
+            finite, shape (N, L, E), N >= 2.
         decode_NLE: decoded tokens per layer and expert, same shape.
         num_pairs: index pairs drawn; those of a request with itself are dropped.
         seed: seed of the draw.
+        weights_LE: weight of each expert, shape (L, E); None takes the IDF of counts_NLE.
         show_progress: draw a progress bar on stderr.
 
     Raises:
-        ValueError: the shapes differ or N < 2, or no pair of two requests was drawn.
+        ValueError: the shapes differ or N < 2, a value is NaN or infinite, or no pair of two
+            requests was drawn.
     """
-    if counts_NLE.ndim != 3 or counts_NLE.shape != decode_NLE.shape or len(counts_NLE) < 2:
-        raise ValueError(
-            "counts_NLE and decode_NLE must have one shape (N >= 2, L, E), got "
-            f"{counts_NLE.shape} and {decode_NLE.shape}"
-        )
+    _check_pair(counts_NLE, decode_NLE)
     i_M, j_M = draw_pairs(len(counts_NLE), num_pairs, seed)
-    decode_dots_LM, decode_squares_LN = _pair_products(decode_NLE, None, i_M, j_M)
-    target_M = _centred_ranks(
-        cosine_distances(decode_dots_LM.sum(axis=0), decode_squares_LN.sum(axis=0), i_M, j_M)
-    )
-    dots_LM, squares_LN = _pair_products(counts_NLE, compute_idf(counts_NLE), i_M, j_M)
+    target_M = _decode_ranks(decode_NLE, i_M, j_M)
+    weights_LE = compute_idf(counts_NLE) if weights_LE is None else weights_LE
+    dots_LM, squares_LN = _pair_products(counts_NLE, weights_LE, i_M, j_M)
 
     num_layers = counts_NLE.shape[1]
     order: list[int] = []
@@ -104,6 +104,41 @@ def greedy_layer_selection(
     )
 
 
+def rho_along(
+    order: IndexArray,
+    counts_NLE: ValueArray,
+    decode_NLE: CountArray,
+    weights_LE: NDArray[np.floating[Any]],
+    num_pairs: int = 30_000,
+    seed: int = 1,
+) -> Float64Array:
+    """rho of the first 1, 2, ... layers of a given order, for requests that did not choose it.
+
+    Args:
+        order: layers, each once; int64, shape (S,), 1 <= S <= L.
+        counts_NLE, decode_NLE, num_pairs, seed: as for `greedy_layer_selection`.
+        weights_LE: weight of each expert, shape (L, E).
+
+    Returns:
+        float64, shape (S,), in [-1, 1].
+
+    Raises:
+        ValueError: as `greedy_layer_selection`.
+    """
+    _check_pair(counts_NLE, decode_NLE)
+    i_M, j_M = draw_pairs(len(counts_NLE), num_pairs, seed)
+    target_M = _decode_ranks(decode_NLE, i_M, j_M)
+    dots_LM, squares_LN = _pair_products(counts_NLE, weights_LE, i_M, j_M)
+    dot_M, square_N = np.zeros(len(i_M)), np.zeros(len(counts_NLE))
+    rho_S = np.empty(len(order))
+    for taken, layer in enumerate(order):
+        dot_M += dots_LM[layer]
+        square_N += squares_LN[layer]
+        ranks_M = _centred_ranks(cosine_distances(dot_M, square_N, i_M, j_M))
+        rho_S[taken] = _correlation(ranks_M, target_M)
+    return rho_S
+
+
 def draw_pairs(num_requests: int, num_pairs: int, seed: int) -> tuple[IndexArray, IndexArray]:
     """Random index pairs (i, j), i != j; fewer than `num_pairs`, since i = j is dropped.
 
@@ -130,8 +165,29 @@ def cosine_distances(
     return distance_M
 
 
+def _check_pair(counts_NLE: ValueArray, decode_NLE: CountArray) -> None:
+    if counts_NLE.ndim != 3 or counts_NLE.shape != decode_NLE.shape or len(counts_NLE) < 2:
+        raise ValueError(
+            "counts_NLE and decode_NLE must have one shape (N >= 2, L, E), got "
+            f"{counts_NLE.shape} and {decode_NLE.shape}"
+        )
+    for name, values_NLE in (("counts_NLE", counts_NLE), ("decode_NLE", decode_NLE)):
+        if values_NLE.dtype.kind == "f" and not np.isfinite(values_NLE).all():
+            n, layer, expert = np.argwhere(~np.isfinite(values_NLE))[0].tolist()
+            raise ValueError(
+                f"{name} must be finite, got {values_NLE[n, layer, expert]} for request {n}, layer "
+                f"{layer}, expert {expert}: capture again, or leave this request out"
+            )
+
+
+def _decode_ranks(decode_NLE: CountArray, i_M: IndexArray, j_M: IndexArray) -> Float64Array:
+    """Centred ranks of the pairs' distances in decode, over all layers."""
+    dots_LM, squares_LN = _pair_products(decode_NLE, None, i_M, j_M)
+    return _centred_ranks(cosine_distances(dots_LM.sum(axis=0), squares_LN.sum(axis=0), i_M, j_M))
+
+
 def _pair_products(
-    counts_NLE: CountArray,
+    counts_NLE: ValueArray,
     weights_LE: NDArray[np.floating[Any]] | None,
     i_M: IndexArray,
     j_M: IndexArray,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from calibration.artifact import Artifact
 from calibration.counts import Capture
 from calibration.signature import SignatureTransform, compute_idf
+from calibration.traces import RoutingTrace
 
 DOMAINS = ("code", "math", "medical", "legal")
 
@@ -130,3 +131,35 @@ def build_domain_request(
         [domain], [tokens], num_layers=num_layers, num_experts=num_experts, seed=seed
     )
     return counts_NLE[0]
+
+
+def build_trace(
+    num_requests: int = 12,
+    *,
+    tokens: Sequence[int] | None = None,
+    num_layers: int = 4,
+    num_experts: int = 16,
+    top_k: int = 2,
+    gates: str = "none",
+    seed: int = 0,
+) -> RoutingTrace:
+    """A trace whose requests take the domains in turn; 30 to 60 tokens if none are given.
+
+    `gates` is "none", "weights" (softmax over the chosen experts) or "logits" (of all experts).
+    """
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(30, 61, num_requests) if tokens is None else np.asarray(tokens)
+    taste = rng.normal(size=(len(DOMAINS), num_layers, num_experts)) * 2
+    domain_of_T = np.repeat(np.arange(num_requests) % len(DOMAINS), lengths)
+    logits_TLE = taste[domain_of_T] + rng.gumbel(size=(len(domain_of_T), num_layers, num_experts))
+    ids_TLk = np.argsort(-logits_TLE, axis=2)[:, :, :top_k]
+    chosen_TLk = np.exp(np.take_along_axis(logits_TLE, ids_TLk, axis=2))
+    weights_TLk = chosen_TLk / chosen_TLk.sum(axis=2, keepdims=True)
+    return RoutingTrace(
+        ids_TLk.astype(np.uint8),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        num_experts,
+        tuple(DOMAINS[n % len(DOMAINS)] for n in range(num_requests)),
+        weights_TLk.astype(np.float32) if gates == "weights" else None,
+        logits_TLE.astype(np.float32) if gates == "logits" else None,
+    )
