@@ -30,6 +30,7 @@ __all__ = [
     "LimitsConfig",
     "ModelConfig",
     "PrefillConfig",
+    "RefitConfig",
     "RouterConfig",
     "load_config",
 ]
@@ -192,6 +193,31 @@ class DecodeConfig(EngineConfig):
     """Decode replicas; 2, the fewest between which routing can choose."""
 
 
+class RefitConfig(_Section):
+    """When the router fits its centroids anew, from the signatures of recent requests."""
+
+    when: Literal["never", "pool", "online"] = "pool"
+    """never; pool: when the number of decode replicas changes; online: also when traffic drifts."""
+
+    settle_s: float = Field(default=5.0, ge=0)
+    """Seconds without a change of the pool before it is fitted to; 5 outlasts one replica's fit."""
+
+    window_s: float = Field(default=30.0, gt=0)
+    """Seconds of traffic that a refit looks at; 30 for enough requests on a small installation."""
+
+    interval_s: float = Field(default=10.0, gt=0)
+    """Seconds between looks for drift, and before a refit that failed is tried again."""
+
+    max_drop: float = Field(default=0.05, gt=0, le=1)
+    """Drop of the mean similarity since the last refit, in cosine units, that counts as drift."""
+
+    max_skew_ratio: float = Field(default=1.5, gt=1)
+    """Growth of the busiest centroid's share since the last refit that counts as drift, a ratio."""
+
+    min_gain: float = Field(default=0.01, ge=0, le=1)
+    """Mean similarity, in cosine units, that a refit for drift must add on held-out requests."""
+
+
 class RouterConfig(_Section):
     """How a decode replica is chosen."""
 
@@ -224,6 +250,12 @@ class RouterConfig(_Section):
 
     reservoir_size: int = Field(default=1024, ge=1)
     """Recent signatures kept for refits; 1024 covers 16 decode replicas with 64 each."""
+
+    ramp_s: float = Field(default=10.0, ge=0)
+    """Seconds until a new decode replica's emptiness counts in full; 0 sends it a burst at once."""
+
+    refit: RefitConfig = Field(default_factory=RefitConfig)
+    """When centroids are fitted anew; by default when the number of decode replicas changes."""
 
 
 class KvTransferConfig(_Section):
@@ -462,6 +494,12 @@ def _router_problems(config: EldrConfig) -> list[Problem]:
                 "counts; switch it on or take a policy without them such as jsq"
             )
             problems.append(Problem("router.capture", text))
+    if router.refit.when != "never" and router.reservoir_size < config.decode.num_replicas:
+        text = (
+            f"must be >= decode.num_replicas ({config.decode.num_replicas}) for a refit, got "
+            f"{router.reservoir_size}: raise it or set router.refit.when: never"
+        )
+        problems.append(Problem("router.reservoir_size", text))
     timeout = config.limits.request_timeout_s
     if config.reservation_ttl_s < timeout:
         text = (
@@ -536,12 +574,23 @@ def _artifact_problems(
 ) -> list[Problem]:
     problems = []
     num_replicas = config.decode.num_replicas
-    if config.router.policy in POLICIES_WITH_ARTIFACT and artifact.k != num_replicas:
+    policy, when = config.router.policy, config.router.refit.when
+    if policy in POLICIES_WITH_ARTIFACT and artifact.k != num_replicas:
         text = (
             f"artifact has K={artifact.k} centroids but decode.num_replicas is {num_replicas}: "
             f"refit with `eldr calibrate fit --k {num_replicas}`"
         )
-        problems.append(Problem("router.artifact", text))
+        if policy == "domain":  # knows clusters by their index in the artifact
+            problems.append(Problem("router.artifact", text))
+        elif when == "never":
+            text += ", or let the router do it with router.refit.when: pool"
+            problems.append(Problem("router.artifact", text))
+        elif artifact.num_signatures < num_replicas:
+            text += (
+                f"; the router cannot do it at start, from the artifact's {artifact.num_signatures}"
+                " signatures: it needs one a replica"
+            )
+            problems.append(Problem("router.artifact", text))
     if model is None or not model.is_moe:
         return problems
     fitted = (artifact.num_layers, artifact.num_experts, artifact.top_k, artifact.fingerprint)

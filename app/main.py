@@ -12,6 +12,7 @@ from app.model_facts import model_facts
 
 def router_settings(config: EldrConfig) -> Any:
     """What the router actor needs of a configuration."""
+    from router.refit import RefitSettings
     from router.service import RouterSettings
 
     router = config.router
@@ -23,6 +24,8 @@ def router_settings(config: EldrConfig) -> Any:
         artifact=router.artifact,
         reservoir_size=router.reservoir_size,
         reservation_ttl_s=config.reservation_ttl_s,
+        ramp_s=router.ramp_s,
+        refit=RefitSettings(**router.refit.model_dump()),
     )
 
 

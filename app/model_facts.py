@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # Families name the same thing differently; the first key that is present counts.
+MAX_SIGNATURES = 1024  # of calibration.artifact, which needs NumPy
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 SPARSE_STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step")
@@ -94,6 +95,7 @@ class ArtifactFacts:
         num_experts: E.
         top_k: experts a token chooses in a layer.
         k: K, number of centroids.
+        num_signatures: calibration signatures kept in it.
     """
 
     model_id: str
@@ -102,6 +104,7 @@ class ArtifactFacts:
     num_experts: int
     top_k: int
     k: int
+    num_signatures: int
 
 
 def model_facts(path: str | Path) -> ModelFacts:
@@ -150,6 +153,7 @@ def artifact_facts(path: str | Path) -> ArtifactFacts:
         "num_experts": int,
         "top_k": int,
         "k": int,
+        "num_requests": int,
     }
     for name, kind in types.items():
         if type(raw.get(name)) is not kind:
@@ -157,8 +161,9 @@ def artifact_facts(path: str | Path) -> ArtifactFacts:
                 f"{file}: field {name!r} must be of type {kind.__name__}, got {raw.get(name)!r}: "
                 "refit with `eldr calibrate fit`"
             )
-    del types["format_version"]
-    return ArtifactFacts(**{name: raw[name] for name in types})
+    del types["format_version"], types["num_requests"]
+    num_signatures = min(raw["num_requests"], MAX_SIGNATURES)
+    return ArtifactFacts(**{name: raw[name] for name in types}, num_signatures=num_signatures)
 
 
 def _read_json(file: Path, help_text: str) -> dict[str, Any]:

@@ -157,22 +157,22 @@ def kmeans_plus_plus(points_ND: Float32Array, n_clusters: int, seed: int) -> Flo
 
 
 def match_centroids(old_KD: FloatArray, new_KD: FloatArray) -> IndexArray:
-    """Pair new centroids with old ones so that the sum of cosines is largest.
+    """Pair old centroids with new ones so that the sum of cosines is largest.
 
     Args:
-        old_KD: unit centroids in use, shape (K, D).
+        old_KD: unit centroids in use, shape (K', D) with K' <= K.
         new_KD: unit centroids of a refit, shape (K, D).
 
     Returns:
-        Permutation p, int64, shape (K,): new_KD[p[k]] takes the place of old_KD[k].
+        Distinct rows p, int64, shape (K',): new_KD[p[k]] takes the place of old_KD[k].
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the shapes do not allow it.
     """
-    if old_KD.shape != new_KD.shape or old_KD.ndim != 2:
+    if old_KD.ndim != 2 or old_KD.shape[1:] != new_KD.shape[1:] or len(old_KD) > len(new_KD):
         raise ValueError(
-            f"old and new centroids must have one shape (K, D), got {old_KD.shape} and "
-            f"{new_KD.shape}"
+            "old centroids must be at most as many as the new ones, and as long, got shapes "
+            f"{old_KD.shape} and {new_KD.shape}"
         )
     _, permutation = linear_sum_assignment(old_KD @ new_KD.T, maximize=True)
     return np.asarray(permutation, dtype=np.int64)

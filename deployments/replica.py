@@ -50,8 +50,9 @@ def set_side_channel(host: str, base: int) -> None:
 class Heartbeat:
     """Tells the router that this replica is alive and how many requests it holds.
 
-    Runs on the replica's event loop. The router forgets a replica that stops; the centroid that the
-    router gave is sent along, so that a restarted router gives it again. Nothing is sent while the
+    Runs on the replica's event loop. The router forgets a replica that stops. The centroid that the
+    router gave is sent along, so that a restarted router gives it again; of a refitted one its name
+    is sent, and the vector when a router asks that does not know it. Nothing is sent while the
     engine is dead: the process may outlive it until Serve's own check ends it.
     """
 
@@ -67,6 +68,8 @@ class Heartbeat:
         self._app_name, self._role, self._replica_id, self._url = app_name, role, replica_id, url
         self._load, self._check_health = load, check_health
         self._centroid: int | None = None
+        self._home_tag: str | None = None
+        self._home: bytes | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_lost = False
 
@@ -86,15 +89,7 @@ class Heartbeat:
         while True:
             try:
                 await self._check_health()
-                answer: dict[str, Any] = await self._call(
-                    "heartbeat",
-                    self._role,
-                    self._replica_id,
-                    self._url,
-                    self._load(),
-                    self._centroid,
-                )
-                self._centroid = answer["centroid"]
+                await self.beat()
                 if self._is_lost:
                     logger.info("%s sends heartbeats again", self._replica_id)
                 self._is_lost = False
@@ -103,6 +98,24 @@ class Heartbeat:
                     logger.warning("%s sends no heartbeat: %r", self._replica_id, err)
                 self._is_lost = True
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    async def beat(self) -> None:
+        """One heartbeat; raises what the call to the router raises."""
+        answer: dict[str, Any] = await self._call(
+            "heartbeat",
+            self._role,
+            self._replica_id,
+            self._url,
+            self._load(),
+            self._centroid,
+            self._home_tag,
+        )
+        self._centroid = answer["centroid"]
+        if answer.get("send_home"):
+            await self._call("restore_home", self._replica_id, self._home)
+            return
+        self._home_tag = answer.get("home_tag")
+        self._home = answer.get("home", self._home) if self._home_tag else None
 
     async def _call(self, method: str, *args: Any) -> Any:
         return await getattr(router_handle(self._app_name), method).remote(*args)

@@ -2,10 +2,14 @@
 
 After a crash Ray starts it again; it loads the artifact and gets replicas, loads and centroids back
 from the next heartbeats (within a second). Until then callers choose by least load themselves.
+
+Refits run on a thread of their own, started by heartbeats: these come at least once a second.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import time
 from collections.abc import Collection, Sequence
@@ -13,7 +17,10 @@ from typing import Any
 
 import ray
 
-from router.service import RouterService, RouterSettings
+from router.refit import RefitJob, run_refit
+from router.service import RouterService, RouterSettings, WireRequest
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "eldr"
 
@@ -29,14 +36,35 @@ class RouterActor:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._service = RouterService(settings, time.monotonic)
+        self._refit: asyncio.Task[None] | None = None
 
     async def configure(self, settings: RouterSettings) -> bool:
         return self._service.configure(settings)
 
     async def heartbeat(
-        self, role: str, replica_id: str, url: str, load: int, centroid: int | None
+        self,
+        role: str,
+        replica_id: str,
+        url: str,
+        load: int,
+        centroid: int | None,
+        home_tag: str | None,
     ) -> dict[str, Any]:
-        return self._service.heartbeat(role, replica_id, url, load, centroid)
+        answer = self._service.heartbeat(role, replica_id, url, load, centroid, home_tag)
+        if (job := self._service.next_refit()) is not None:
+            self._refit = asyncio.create_task(self._run_refit(job))
+        return answer
+
+    async def restore_home(self, replica_id: str, home: bytes) -> bool:
+        return self._service.restore_home(replica_id, home)
+
+    async def _run_refit(self, job: RefitJob) -> None:
+        result = None
+        try:
+            result = await asyncio.to_thread(run_refit, job)
+        except Exception:
+            logger.exception("refit for %s failed: the centroids in use stay", job.reason)
+        self._service.finish_refit(job, result)
 
     async def deregister(self, replica_id: str) -> None:
         self._service.deregister(replica_id)
@@ -57,6 +85,13 @@ class RouterActor:
         return self._service.select(
             request_id, counts, prompt_tokens, domain, exclude, known_version, released
         )
+
+    async def select_many(
+        self, known_version: int, released: Sequence[str], *parts: Sequence[WireRequest]
+    ) -> dict[str, Any]:
+        # In parts, because Ray puts an argument above 100 KB into its object store: a detour.
+        requests = [request for part in parts for request in part]
+        return self._service.select_many(requests, known_version, released)
 
     async def release(self, request_ids: Sequence[str]) -> None:
         self._service.release(request_ids)

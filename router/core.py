@@ -1,12 +1,15 @@
 """The routing core: signature checks, scores, policy, reservation. No clock, no I/O, no Ray.
 
-Axes: L MoE layers, E experts, K decode replicas, C centroids, D signature length.
+Axes: B requests of a batch, L MoE layers, E experts, K decode replicas, C centroids, D signature
+length.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,32 @@ from router.types import CountArray, FallbackReason, IntArray, NoReplica, Select
 NO_CENTROID = -1
 
 
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """One request of `RoutingCore.select_many`; fields as the arguments of `select`."""
+
+    request_id: str
+    counts_LE: CountArray | None
+    prompt_tokens: int | None
+    domain: str | None = None
+    exclude: Collection[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """How requests lay among the centroids in a stretch of time.
+
+    Attributes:
+        num_requests: requests that were compared with centroids.
+        similarity: mean cosine to the nearest centroid; 0 without requests.
+        skew: share of requests at the most frequent nearest centroid, times C; 1 is even.
+    """
+
+    num_requests: int
+    similarity: float
+    skew: float
+
+
 class RoutingCore:
     """Owns the replica pool, the replica -> centroid map and the load ledger of one router.
 
@@ -33,6 +62,9 @@ class RoutingCore:
         seed: seed of the signature reservoir.
         max_report_age_s: age beyond which an engine-reported load is ignored, seconds.
         reservoir_size: most signatures kept for a refit.
+        window_s: seconds that a signature is kept for a refit.
+        ramp_s: seconds in which a replica that joins a working pool comes to its full share; 0
+            gives it at once.
     """
 
     def __init__(
@@ -43,18 +75,23 @@ class RoutingCore:
         *,
         max_report_age_s: float = 5.0,
         reservoir_size: int = 1024,
+        window_s: float = math.inf,
+        ramp_s: float = 0.0,
     ) -> None:
         self.policy = policy
         self.ledger = LoadLedger()
         self.max_report_age_s = max_report_age_s
         self._counters: Counter[str] = Counter()
         self._best_similarity_sum = 0.0
-        self._reservoir = SignatureReservoir(reservoir_size, seed)
+        self._reservoir = SignatureReservoir(reservoir_size, seed, window_s)
+        self._ramp_s = ramp_s
         self._ids: list[str] = []
         self._index: dict[str, int] = {}
         self._centroid_K: IntArray = np.empty(0, dtype=np.int64)
         self._foreign_K: IntArray = np.empty(0, dtype=np.int64)
         self._reported_at_K = np.empty(0)
+        self._joined_at_K = np.empty(0)
+        self._last_joined_at = -math.inf
         self.set_artifact(artifact)
 
     # ---- pool and artifact
@@ -70,6 +107,11 @@ class RoutingCore:
         return self._artifact
 
     @property
+    def centroids_CD(self) -> Float32Array:
+        """Unit centroids in use, of the artifact or a refit; not to be changed."""
+        return self._centroids_CD
+
+    @property
     def assignment(self) -> dict[str, int | None]:
         """Centroid of each replica; None for one that takes overflow only."""
         return {
@@ -78,7 +120,10 @@ class RoutingCore:
         }
 
     def set_replicas(
-        self, replica_ids: Sequence[str], remembered: Mapping[str, int] | None = None
+        self,
+        replica_ids: Sequence[str],
+        remembered: Mapping[str, int] | None = None,
+        joined_at: float | None = None,
     ) -> list[str]:
         """Change the pool: known replicas keep their centroid, others take what is free.
 
@@ -89,6 +134,8 @@ class RoutingCore:
             replica_ids: the new pool, in order.
             remembered: centroids that new replicas say they had, as after a restart of the router;
                 one that is taken is ignored.
+            joined_at: seconds; new replicas ramp up from then on. None: they do not, as after a
+                short absence.
 
         Returns:
             Requests whose reservations went with a removed replica.
@@ -110,7 +157,9 @@ class RoutingCore:
             if replica_id not in assignment and centroid not in taken:
                 assignment[replica_id] = centroid
                 taken.add(centroid)
-        self._lay_out(replica_ids, assignment)
+        if joined_at is not None and not self._index.keys() >= set(replica_ids):
+            self._last_joined_at = joined_at
+        self._lay_out(replica_ids, assignment, joined_at)
         return dropped
 
     def set_artifact(self, artifact: Artifact | None) -> None:
@@ -119,10 +168,24 @@ class RoutingCore:
         The reservoir starts again: signatures of another IDF or mask are not comparable.
         """
         self._artifact = artifact
-        num_centroids = artifact.k if artifact else 0
-        self._scores_C = np.full(num_centroids + 1, np.nan, dtype=np.float32)  # [-1] stays NaN
         self._reservoir.clear()
-        self._lay_out(self._ids, self.assignment)
+        centroids_CD = artifact.centroids_KD if artifact else np.empty((0, 0), np.float32)
+        self.set_centroids(centroids_CD, self.assignment)
+
+    def set_centroids(
+        self, centroids_CD: Float32Array, assignment: Mapping[str, int | None]
+    ) -> None:
+        """Swap the centroids, as after a refit; loads, reservations and reservoir stay.
+
+        Args:
+            centroids_CD: unit vectors in the signature space of the artifact; float32, shape
+                (C, D); not to be changed afterwards.
+            assignment: centroid of each replica; free ones go to replicas without one.
+        """
+        self._centroids_CD = centroids_CD
+        self._scores_C = np.full(len(centroids_CD) + 1, np.nan, dtype=np.float32)  # [-1] stays NaN
+        self.mark()
+        self._lay_out(self._ids, assignment)
 
     # ---- requests
 
@@ -156,14 +219,88 @@ class RoutingCore:
         Raises:
             NoReplica: there is no replica, or all are excluded; nothing is reserved.
         """
-        if request_id in self.ledger:
-            self.ledger.release(request_id)
-            self._counters["reselected"] += 1
+        self._give_up(request_id)
         allowed = self._allowed(exclude)
         scores_K, reason = None, None
         if self.policy.needs_scores:
-            scores_K, reason = self._scores(counts_LE, prompt_tokens)
-        decision = self.policy.choose(scores_K, self.loads(now), domain, allowed)
+            signature_D, reason = self._signature(counts_LE, prompt_tokens, now)
+            if signature_D is not None:
+                scores_C = np.dot(self._centroids_CD, signature_D, out=self._scores_C[:-1])
+                self._note_scores(scores_C)
+                scores_K = self._scores_C[self._centroid_K]
+        loads_K = self._ramped(self.loads(now), now)
+        return self._place(request_id, scores_K, reason, loads_K, domain, allowed, now)
+
+    def select_many(
+        self, requests: Sequence[RouteRequest], now: float
+    ) -> list[Selection | NoReplica]:
+        """Choose and reserve for a batch, one after the other, in order.
+
+        Each choice sees the reservations of those before it. Scores are computed for all of them at
+        once: with many replicas the time goes into reading the centroids, which a batch reads once.
+        They may differ from those of `select` in the last bit.
+
+        Args:
+            requests: distinct requests.
+            now: seconds, as for `select`.
+
+        Returns:
+            What `select` returns or raises, for each request.
+        """
+        for request in requests:
+            self._give_up(request.request_id)
+        signatures: dict[int, Float32Array] = {}  # by position in the batch
+        reasons: list[FallbackReason | None] = [None] * len(requests)
+        if self.policy.needs_scores:
+            for b, request in enumerate(requests):
+                signature_D, reasons[b] = self._signature(
+                    request.counts_LE, request.prompt_tokens, now
+                )
+                if signature_D is not None:
+                    signatures[b] = signature_D
+        scores_of = self._batch_scores(signatures)
+        raw_K = self.loads(now)
+        loads_K = self._ramped(raw_K, now)
+        answers: list[Selection | NoReplica] = []
+        for b, request in enumerate(requests):
+            try:
+                allowed = self._allowed(request.exclude)
+            except NoReplica as err:
+                answers.append(err)
+                continue
+            selection = self._place(
+                request.request_id,
+                scores_of.get(b),
+                reasons[b],
+                loads_K,
+                request.domain,
+                allowed,
+                now,
+            )
+            k = self._index[selection.replica_id]
+            raw_K[k] += 1
+            loads_K[k] = max(loads_K[k], raw_K[k])
+            answers.append(selection)
+        return answers
+
+    def _give_up(self, request_id: str) -> None:
+        """End the reservation that a retried request still holds."""
+        if request_id in self.ledger:
+            self.ledger.release(request_id)
+            self._counters["reselected"] += 1
+
+    def _place(
+        self,
+        request_id: str,
+        scores_K: Float32Array | None,
+        reason: FallbackReason | None,
+        loads_K: IntArray,
+        domain: str | None,
+        allowed: IntArray | None,
+        now: float,
+    ) -> Selection:
+        """Let the policy choose, and reserve."""
+        decision = self.policy.choose(scores_K, loads_K, domain, allowed)
         self.ledger.reserve(request_id, self._ids[decision.index], now)
         fallback = reason or decision.fallback
         self._counters["selected"] += 1
@@ -222,6 +359,24 @@ class RoutingCore:
         is_recent_K = now - self._reported_at_K <= self.max_report_age_s
         return self.ledger.loads(self._ids) + self._foreign_K * is_recent_K
 
+    def _ramped(self, loads_K: IntArray, now: float) -> IntArray:
+        """Loads as policies see them: a replica that has just joined looks no emptier than others.
+
+        Its load counts as at least the others' mean, and this floor sinks to 0 in `ramp_s`. From
+        the start it gets the requests whose experts it is home to; what its emptiness attracts
+        comes gradually, at most the mean load in `ramp_s`, and not as one burst of strangers on an
+        engine with cold caches. A floor and not an offset: requests that it holds count once.
+        """
+        if now - self._last_joined_at >= self._ramp_s:
+            return loads_K
+        left_K = 1.0 - np.minimum((now - self._joined_at_K) / self._ramp_s, 1.0)
+        is_settled_K = left_K <= 0.0
+        if not is_settled_K.any():
+            return loads_K  # the whole pool is new: nobody to compare with
+        floor_K = np.rint(left_K * loads_K[is_settled_K].mean()).astype(np.int64)
+        ramped_K: IntArray = np.maximum(loads_K, floor_K)
+        return ramped_K
+
     # ---- state
 
     @property
@@ -235,13 +390,24 @@ class RoutingCore:
         num_scored = self._counters["scored"]
         return self._best_similarity_sum / num_scored if num_scored else None
 
-    def reservoir(self) -> Float32Array:
-        """Uniform sample of the signatures since `clear_reservoir`; float32, shape (R, D)."""
-        return self._reservoir.signatures()
+    def reservoir(self, now: float) -> list[Float32Array]:
+        """Uniform sample of the window's signatures, float32 (D,) each; not copies."""
+        return self._reservoir.rows(now)
 
-    def clear_reservoir(self) -> None:
-        """Start a new sample, so that a refit sees recent traffic only."""
-        self._reservoir.clear()
+    def traffic(self) -> Traffic:
+        """How near and how evenly requests were to their centroids since the last `mark`."""
+        num_scored = int(self._since_mark_C.sum())
+        most = int(self._since_mark_C.max(initial=0))
+        return Traffic(
+            num_scored,
+            self._similarity_since_mark / max(num_scored, 1),
+            most * len(self._since_mark_C) / max(num_scored, 1),
+        )
+
+    def mark(self) -> None:
+        """Let `traffic` start again; so does a change of centroids."""
+        self._since_mark_C = np.zeros(len(self._centroids_CD), dtype=np.int64)
+        self._similarity_since_mark = 0.0
 
     def snapshot(self) -> dict[str, Any]:
         """Assignment and reservations as a JSON-able dict for `restore`."""
@@ -272,12 +438,20 @@ class RoutingCore:
         self.ledger = ledger
         self._lay_out(list(assignment), assignment)
 
-    def _lay_out(self, ids: Sequence[str], assignment: Mapping[str, int | None]) -> None:
+    def _lay_out(
+        self,
+        ids: Sequence[str],
+        assignment: Mapping[str, int | None],
+        joined_at: float | None = None,
+    ) -> None:
         """Rebuild the arrays over K for a pool; reported loads of known replicas stay."""
         kept_K = [self._index.get(replica_id) for replica_id in ids]
         foreign, reported_at = self._foreign_K, self._reported_at_K
         self._foreign_K = np.array([0 if k is None else foreign[k] for k in kept_K], np.int64)
         self._reported_at_K = np.array([-np.inf if k is None else reported_at[k] for k in kept_K])
+        new_since = -math.inf if joined_at is None else joined_at
+        joined = self._joined_at_K
+        self._joined_at_K = np.array([new_since if k is None else joined[k] for k in kept_K])
         self._centroid_K = assign_centroids(ids, assignment, len(self._scores_C) - 1)
         self._ids = list(ids)
         self._index = {replica_id: k for k, replica_id in enumerate(ids)}
@@ -293,10 +467,10 @@ class RoutingCore:
             raise NoReplica(f"all {len(self._ids)} decode replicas are excluded for this request")
         return np.array(allowed, dtype=np.int64)
 
-    def _scores(
-        self, counts_LE: CountArray | None, prompt_tokens: int | None
+    def _signature(
+        self, counts_LE: CountArray | None, prompt_tokens: int | None, now: float
     ) -> tuple[Float32Array | None, FallbackReason | None]:
-        """Cosine to each replica's centroid, shape (K,), NaN without one; or why there is none."""
+        """Signature of a request that can be compared with centroids; or why there is none."""
         artifact = self._artifact
         if artifact is None:
             return None, FallbackReason.NO_ARTIFACT
@@ -307,12 +481,28 @@ class RoutingCore:
         signature_D = artifact.transform(counts_LE)
         if signature_D.max() == 0:
             return None, FallbackReason.ZERO_SIGNATURE
-        self._reservoir.offer(signature_D)
-        scores_C = np.dot(artifact.centroids_KD, signature_D, out=self._scores_C[:-1])
+        self._reservoir.offer(signature_D, now)
+        if not len(self._centroids_CD):
+            return None, FallbackReason.NO_CENTROID
+        return signature_D, None
+
+    def _batch_scores(self, signatures: Mapping[int, Float32Array]) -> dict[int, Float32Array]:
+        """Cosines to each replica's centroid, shape (K,), NaN without one; by the same keys."""
+        if not signatures:
+            return {}
+        scores_BC = np.full((len(signatures), len(self._scores_C)), np.nan, dtype=np.float32)
+        np.matmul(np.stack(list(signatures.values())), self._centroids_CD.T, out=scores_BC[:, :-1])
+        for scores_C in scores_BC[:, :-1]:
+            self._note_scores(scores_C)
+        return dict(zip(signatures, scores_BC[:, self._centroid_K], strict=True))
+
+    def _note_scores(self, scores_C: Float32Array) -> None:
+        nearest = int(scores_C.argmax())
+        best = float(scores_C[nearest])
         self._counters["scored"] += 1
-        self._best_similarity_sum += float(scores_C.max())
-        scores_K: Float32Array = self._scores_C[self._centroid_K]
-        return scores_K, None
+        self._best_similarity_sum += best
+        self._since_mark_C[nearest] += 1
+        self._similarity_since_mark += best
 
 
 def is_conserved(counts_LE: CountArray, prompt_tokens: int | None, artifact: Artifact) -> bool:

@@ -6,6 +6,8 @@ thread; no method awaits, so that choosing and reserving are one step.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +15,31 @@ from typing import Any
 import numpy as np
 
 from calibration.artifact import Artifact
-from router.core import RoutingCore
+from calibration.signature import Float32Array
+from router.core import NO_CENTROID, RouteRequest, RoutingCore
 from router.policy import make_policy
-from router.types import CountArray, NoReplica
+from router.refit import (
+    ROWS_PER_REPLICA,
+    RefitJob,
+    RefitPlanner,
+    RefitReason,
+    RefitResult,
+    RefitSettings,
+    centroid_tag,
+    signature_space,
+    spread,
+)
+from router.types import CountArray, NoReplica, Selection
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 5.0
 _EXPIRE_EVERY_S = 5.0
+_RESTORE_EVERY_S = 0.1
+_NORM_TOLERANCE = 1e-3
+
+
+WireRequest = tuple[str, bytes | None, int | None, str | None, Collection[str]]
 
 
 @dataclass(slots=True)
@@ -40,6 +61,8 @@ class RouterSettings:
     artifact: str | None
     reservoir_size: int
     reservation_ttl_s: float
+    ramp_s: float = 0.0
+    refit: RefitSettings = field(default_factory=lambda: RefitSettings(when="never"))
 
 
 @dataclass(slots=True)
@@ -58,6 +81,15 @@ class RouterService:
     _members: dict[str, _Member] = field(init=False, default_factory=dict)
     _next_expiry: float = field(init=False, default=0.0)
     _started: float = field(init=False)
+    _space: str = field(init=False)
+    _planner: RefitPlanner = field(init=False)
+    _refit_counters: Counter[str] = field(init=False, default_factory=Counter)
+    _refitting: RefitJob | None = field(init=False, default=None)
+    _moved_share: float | None = field(init=False, default=None)
+    _tags: tuple[str, ...] = field(init=False, default=())
+    _restored: dict[str, Float32Array] = field(init=False, default_factory=dict)
+    _awaited: set[str] = field(init=False, default_factory=set)
+    _restore_at: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._started = self.clock()
@@ -66,12 +98,14 @@ class RouterService:
     def configure(self, settings: RouterSettings) -> bool:
         """Take other settings; known replicas stay. Returns whether anything changed.
 
+        Refitted centroids stay too while refits are on and the signature space is the same.
+
         Raises:
             ValueError: the artifact cannot be loaded; the old settings stay in force.
         """
         if settings == self.settings:
             return False
-        old = self.settings
+        old, old_core, old_space = self.settings, self.core, self._space
         self.settings = settings
         try:
             self._build()
@@ -79,14 +113,27 @@ class RouterService:
             self.settings = old
             raise
         self._pool_changed({})
+        if self._tags and self._takes_refits() and self._space == old_space:
+            self.core.set_centroids(old_core.centroids_CD, old_core.assignment)
+        else:
+            self._tags, self._restored, self._awaited = (), {}, set()
         return True
 
     # ---- replicas
 
     def heartbeat(
-        self, role: str, replica_id: str, url: str, load: int, centroid: int | None
+        self,
+        role: str,
+        replica_id: str,
+        url: str,
+        load: int,
+        centroid: int | None,
+        home_tag: str | None = None,
     ) -> dict[str, Any]:
         """A replica says that it is alive.
+
+        A refitted centroid is kept by its replica: the answer carries the vector when it is
+        another than the replica has, and a restarted router asks for it (`restore_home`).
 
         Args:
             role: "prefill" or "decode".
@@ -94,9 +141,11 @@ class RouterService:
             url: base URL of its HTTP server.
             load: requests it holds now.
             centroid: the centroid this router gave it before, if any.
+            home_tag: name of the refitted centroid vector the replica keeps, if any.
 
         Returns:
-            {"centroid": its centroid or None}.
+            {"centroid": its centroid or None}; for refitted centroids also {"home_tag": name,
+            "home": vector as bytes if it is new}; {"send_home": True} asks for `restore_home`.
         """
         now = self.clock()
         member = self._members.get(replica_id)
@@ -108,10 +157,36 @@ class RouterService:
         if role != "decode":
             return {"centroid": None}
         if is_new:
-            self._pool_changed({} if centroid is None else {replica_id: centroid})
+            remembered = self._remembered(replica_id, centroid, home_tag)
+            self._pool_changed(remembered, joined_at=now if member is None else None)
         self.core.report_load(replica_id, load, now)
         self.tick(now)
-        return {"centroid": self.core.assignment.get(replica_id)}
+        return self._home_of(replica_id, home_tag)
+
+    def restore_home(self, replica_id: str, home: bytes) -> bool:
+        """A replica gives back the centroid it kept over a restart of the router.
+
+        Args:
+            replica_id: a replica that was asked to, by `send_home`.
+            home: little-endian float32 unit vector in the artifact's signature space.
+
+        Returns:
+            Whether it is taken; False also if it was not asked for (any more).
+        """
+        if replica_id not in self._awaited or self.core.artifact is None:
+            return False
+        self._awaited.discard(replica_id)
+        length = self.core.artifact.transform.length
+        vector_D: Float32Array = np.frombuffer(home[: len(home) // 4 * 4], dtype="<f4")
+        is_unit = abs(float(np.linalg.norm(vector_D)) - 1.0) <= _NORM_TOLERANCE  # False for NaN
+        if len(home) != 4 * length or not is_unit:
+            self._refit_counters["refused_homes"] += 1
+            logger.warning("%s gave back a centroid that is none: it waits for a refit", replica_id)
+            return False
+        self._restored[replica_id] = vector_D
+        if self._restore_at is None:
+            self._restore_at = self.clock() + _RESTORE_EVERY_S
+        return True
 
     def deregister(self, replica_id: str) -> None:
         """A replica drains: nothing new goes there; its streams keep their reservations' end."""
@@ -128,6 +203,8 @@ class RouterService:
     def tick(self, now: float | None = None) -> None:
         """Forget replicas that went silent and reservations that nobody released."""
         now = self.clock() if now is None else now
+        if self._restore_at is not None and now >= self._restore_at:
+            self._restore_homes()
         if now < self._next_expiry:
             return
         self._next_expiry = now + _EXPIRE_EVERY_S / 5
@@ -185,12 +262,56 @@ class RouterService:
         self.tick(now)
         self.release(released)
         try:
-            selection = self.core.select(
-                request_id, self._counts(counts), prompt_tokens, domain, now, exclude
+            answer = self._answer(
+                self.core.select(
+                    request_id, self._counts(counts), prompt_tokens, domain, now, exclude
+                )
             )
         except NoReplica as err:
             return {"error": str(err)}
+        if known_version != self.version:
+            answer["view"] = self.view()
+        return answer
+
+    def select_many(
+        self,
+        requests: Sequence[WireRequest],
+        known_version: int = -1,
+        released: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Choose and reserve for a batch of distinct requests, in order.
+
+        Args:
+            requests: (request_id, counts, prompt_tokens, domain, exclude) each, as for `select`.
+            known_version: the caller's version of the replica map.
+            released: reservations that have ended, carried along.
+
+        Returns:
+            {"answers": what `select` returns for each, without a map; "view": the map, when the
+            caller's version is old}.
+        """
+        now = self.clock()
+        self.tick(now)
+        self.release(released)
+        selections = self.core.select_many(
+            [
+                RouteRequest(request_id, self._counts(counts), prompt_tokens, domain, exclude)
+                for request_id, counts, prompt_tokens, domain, exclude in requests
+            ],
+            now,
+        )
         answer: dict[str, Any] = {
+            "answers": [
+                self._answer(item) if isinstance(item, Selection) else {"error": str(item)}
+                for item in selections
+            ]
+        }
+        if known_version != self.version:
+            answer["view"] = self.view()
+        return answer
+
+    def _answer(self, selection: Selection) -> dict[str, Any]:
+        return {
             "replica_id": selection.replica_id,
             "url": self._members[selection.replica_id].url,
             "policy": selection.policy,
@@ -199,9 +320,6 @@ class RouterService:
             "fallback": str(selection.fallback) if selection.fallback else None,
             "version": self.version,
         }
-        if known_version != self.version:
-            answer["view"] = self.view()
-        return answer
 
     def release(self, request_ids: Sequence[str]) -> None:
         """End reservations; those that are not known (any more) are counted by the core."""
@@ -216,10 +334,146 @@ class RouterService:
             "version": self.version,
             "loads": dict(zip(self.core.replica_ids, loads, strict=True)),
             "assignment": self.core.assignment,
-            "counters": self.core.counters,
+            "counters": {**self.core.counters, **self._refit_counters},
+            "moved_share": self._moved_share,
             "mean_best_similarity": self.core.mean_best_similarity,
             "replicas": self.replicas(),
         }
+
+    # ---- refits
+
+    def next_refit(self) -> RefitJob | None:
+        """A refit that is due, for the caller to run off the request path; one at a time.
+
+        Every job must end in `finish_refit`.
+        """
+        ids = self.core.replica_ids
+        if self._refitting is not None or not ids or not self._takes_refits():
+            return None
+        now = self.clock()
+        reason = self._reason(now, len(ids))
+        if reason is None:
+            return None
+        rows = self.core.reservoir(now)
+        if len(rows) < ROWS_PER_REPLICA * len(ids):
+            assert self.core.artifact is not None
+            rows = [*self.core.artifact.reservoir_RD, *rows]
+        if len(rows) < len(ids):
+            self._planner.failed(now)
+            self._refit_counters["failed_refits"] += 1
+            logger.warning(
+                "no refit: %d replicas but %d signatures, from traffic and artifact together",
+                len(ids),
+                len(rows),
+            )
+            return None
+        owned = [NO_CENTROID if c is None else c for c in self.core.assignment.values()]
+        self._refitting = RefitJob(
+            reason=reason,
+            replica_ids=tuple(ids),
+            owned_K=np.array(owned, dtype=np.int64),
+            centroids_CD=self.core.centroids_CD,
+            rows=rows,
+            seed=self.settings.seed,
+            min_gain=self.settings.refit.min_gain,
+            space=self._space,
+        )
+        return self._refitting
+
+    def finish_refit(self, job: RefitJob, result: RefitResult | None) -> None:
+        """Take the result of a job, in one step; None says that it failed and changes nothing.
+
+        A result for a pool or centroids that are no longer in use is dropped.
+        """
+        now = self.clock()
+        self._refitting = None
+        is_current = (
+            tuple(self.core.replica_ids) == job.replica_ids
+            and self.core.centroids_CD is job.centroids_CD
+        )
+        if result is None or not is_current:
+            self._refit_counters["failed_refits" if result is None else "overtaken_refits"] += 1
+            if result is None:
+                self._planner.failed(now)
+            return
+        self._planner.finished(now, result)
+        if not result.is_accepted:
+            self._refit_counters["rejected_refits"] += 1
+            logger.info("refit for %s rejected: gain %.4f", job.reason, result.gain)
+            return
+        self._refit_counters["refits"] += 1
+        self._moved_share = result.moved_share
+        self._tags, self._restored, self._awaited = result.tags, {}, set()
+        homes = {replica_id: k for k, replica_id in enumerate(job.replica_ids)}
+        self.core.set_centroids(result.centroids_KD, homes)
+        logger.info(
+            "refit for %s: %d centroids, %.0f %% of requests have a new home",
+            job.reason,
+            len(homes),
+            100 * result.moved_share,
+        )
+
+    def _reason(self, now: float, num_replicas: int) -> RefitReason | None:
+        assignment = self.core.assignment
+        num_centroids = len(self.core.centroids_CD)
+        is_paired = num_centroids == num_replicas and None not in assignment.values()
+        reason = self._planner.due(now, is_paired)
+        if reason is not None or not is_paired:
+            return reason
+        traffic = self.core.traffic()
+        if not self._planner.is_check_due(now, traffic.num_requests, num_replicas):
+            return None
+        self.core.mark()
+        if self._planner.check(now, traffic.similarity, traffic.skew):
+            return RefitReason.DRIFT
+        return None
+
+    def _takes_refits(self) -> bool:
+        return (
+            self.settings.refit.when != "never"
+            and self.core.artifact is not None
+            and self.core.policy.needs_scores
+        )
+
+    def _remembered(
+        self, replica_id: str, centroid: int | None, home_tag: str | None
+    ) -> dict[str, int]:
+        """Centroid that a replica new to the pool had before, if it is still in use here."""
+        if home_tag is None:
+            return {} if centroid is None or self._tags else {replica_id: centroid}
+        if home_tag in self._tags:
+            return {replica_id: self._tags.index(home_tag)}
+        has_own_fit = bool(self._tags) and not self._restored
+        if not has_own_fit and self._takes_refits() and home_tag.startswith(f"{self._space}-"):
+            # This router has restarted. Nobody may take a centroid of the artifact as a home
+            # meanwhile: it would be left again in a moment, with all that was sent there.
+            if not self._tags and len(self.core.centroids_CD):
+                self.core.set_centroids(self.core.centroids_CD[:0], {})
+            self._awaited.add(replica_id)
+        return {}
+
+    def _home_of(self, replica_id: str, home_tag: str | None) -> dict[str, Any]:
+        centroid = self.core.assignment.get(replica_id)
+        answer: dict[str, Any] = {"centroid": centroid}
+        if replica_id in self._awaited:
+            return {**answer, "send_home": True}
+        if self._tags and centroid is not None:
+            answer["home_tag"] = self._tags[centroid]
+            if answer["home_tag"] != home_tag:
+                answer["home"] = self.core.centroids_CD[centroid].astype("<f4").tobytes()
+        return answer
+
+    def _restore_homes(self) -> None:
+        """Make the centroids that replicas gave back the ones in use."""
+        self._restore_at = None
+        homes = {i: self._restored[i] for i in self.core.replica_ids if i in self._restored}
+        if not homes:
+            return
+        self.core.set_centroids(
+            np.stack(list(homes.values())), {replica_id: k for k, replica_id in enumerate(homes)}
+        )
+        self._tags = tuple(centroid_tag(self._space, home_D) for home_D in homes.values())
+        self._refit_counters["restored_homes"] = len(homes)
 
     # ---- inside
 
@@ -231,7 +485,15 @@ class RouterService:
             artifact,
             settings.seed,
             reservoir_size=settings.reservoir_size,
+            window_s=settings.refit.window_s,
+            ramp_s=settings.ramp_s,
         )
+        self._planner = RefitPlanner(settings.refit, self.clock())
+        self._space = ""
+        if artifact is not None:
+            self._space = signature_space(artifact.idf_LE, artifact.layer_mask)
+            if settings.refit.when == "online" and len(artifact.reservoir_RD):
+                self._planner.set_level(*spread(artifact.reservoir_RD, artifact.centroids_KD))
 
     def _policy(self, artifact: Artifact | None, assignment: dict[str, int | None]) -> Any:
         """The policy; the domain oracle needs to know which replica has which cluster."""
@@ -249,9 +511,11 @@ class RouterService:
             domain_replicas={d: ks for d, ks in domain_replicas.items() if ks},
         )
 
-    def _pool_changed(self, remembered: dict[str, int]) -> None:
+    def _pool_changed(self, remembered: dict[str, int], joined_at: float | None = None) -> None:
         ids = sorted(self.replicas()["decode"])
-        self.core.set_replicas(ids, remembered)
+        self._awaited.intersection_update(ids)
+        self._planner.pool_changed(self.clock())
+        self.core.set_replicas(ids, remembered, joined_at)
         if self.core.policy.name == "domain":
             self.core.policy = self._policy(self.core.artifact, self.core.assignment)
         self.version += 1

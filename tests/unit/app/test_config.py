@@ -71,6 +71,7 @@ def write_artifact(folder: Path, model: Path, **changes: Any) -> Path:
         "num_experts": facts.num_experts,
         "top_k": facts.top_k,
         "k": 2,
+        "num_requests": 20,
     }
     (folder / "calibration.json").write_text(json.dumps(data | changes))
     return folder
@@ -379,13 +380,35 @@ def soft(**changes: Any) -> dict[str, Any]:
 
 def test_artifact_for_another_number_of_replicas_is_refused(tmp_path: Path) -> None:
     write_artifact(tmp_path / "cal", write_model(tmp_path / "m"), k=8)
-    message = refusal(tmp_path, soft(**{"decode.num_replicas": 16}))
-    assert message == (
+    never = {"decode.num_replicas": 16, "router.refit": {"when": "never"}}
+    message = refusal(tmp_path, merged(soft(), never))
+    text = (
         "router.artifact: artifact has K=8 centroids but decode.num_replicas is 16: refit with "
         "`eldr calibrate fit --k 16`"
     )
+    assert message == text + ", or let the router do it with router.refit.when: pool"
+    # The domain oracle knows clusters by their index, so it cannot follow a refit.
+    domain = {"decode.num_replicas": 16, "router.policy": "domain"}
+    assert refusal(tmp_path, merged(soft(), domain)) == text
     # A policy that uses no centroids does not care.
     load_config(write(tmp_path, merged(BASE, soft(**{"router.policy": "jsq"}))))
+
+
+def test_another_number_of_replicas_is_fitted_by_the_router(tmp_path: Path) -> None:
+    write_artifact(tmp_path / "cal", write_model(tmp_path / "m"), k=8, num_requests=16)
+    load_config(write(tmp_path, merged(BASE, soft(**{"decode.num_replicas": 16}))))
+    message = refusal(tmp_path, soft(**{"decode.num_replicas": 17}))
+    assert message.endswith("from the artifact's 16 signatures: it needs one a replica")
+    too_few = {"decode.num_replicas": 16, "router.reservoir_size": 15}
+    message = refusal(tmp_path, merged(soft(), too_few))
+    assert "router.reservoir_size: must be >= decode.num_replicas (16) for a refit" in message
+
+
+def test_numbers_of_signatures_agree() -> None:
+    from app.model_facts import MAX_SIGNATURES
+    from calibration.artifact import MAX_RESERVOIR
+
+    assert MAX_SIGNATURES == MAX_RESERVOIR
 
 
 @pytest.mark.parametrize(
