@@ -106,7 +106,20 @@ def draw_projection(
     """Signatures coloured by domain, and the centroids with their numbers."""
     figure = _figure()
     axes = figure.subplots()
-    points, centroids = project(points_RD, artifact.centroids_KD)
+    scatter_domains(axes, points_RD, domains_R, artifact.centroids_KD)
+    axes.set_title(f"Signatures, {artifact.model_id}, {artifact.workload}")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def scatter_domains(
+    axes: Axes,
+    points_RD: Float32Array,
+    domains_R: NDArray[np.str_],
+    centroids_KD: Float32Array,
+) -> None:
+    """Draw points by domain and numbered centroids on the main axes of the points."""
+    points, centroids = project(points_RD, centroids_KD)
     for domain in np.unique(domains_R).tolist():
         rows = np.flatnonzero(domains_R == domain)
         axes.scatter(points[rows, 0], points[rows, 1], s=12, alpha=0.6, label=domain or NO_DOMAIN)
@@ -115,16 +128,13 @@ def draw_projection(
         axes.annotate(str(cluster), (x, y), xytext=(5, 5), textcoords="offset points")
     axes.set_xlabel("first principal component")
     axes.set_ylabel("second principal component")
-    axes.set_title(f"Signatures, {artifact.model_id}, {artifact.workload}")
-    axes.legend(fontsize="small")
-    return figure
 
 
 def draw_clusters(artifact: Artifact) -> Figure:
     """Requests per cluster, stacked by domain, with the capacity as a line."""
     figure = _figure()
     axes = figure.subplots()
-    _whole_numbers(axes)
+    whole_numbers(axes)
     bottom_K = np.zeros(artifact.k)
     for domain in np.unique(artifact.domains_N).tolist():
         members = artifact.assignments_N[artifact.domains_N == domain]
@@ -144,8 +154,8 @@ def draw_layers(artifact: Artifact) -> Figure:
     """rho of each layer alone, and of the greedy selection as it grew."""
     figure = _figure()
     alone, greedy = figure.subplots(2, 1)
-    _whole_numbers(alone)
-    _whole_numbers(greedy)
+    whole_numbers(alone)
+    whole_numbers(greedy)
     layers = np.arange(artifact.num_layers)
     is_kept = np.isin(layers, artifact.layer_mask)
     alone.bar(layers, artifact.layer_rho_L, color=np.where(is_kept, "tab:blue", "lightgrey"))
@@ -171,7 +181,8 @@ def _figure() -> Figure:
     return figure
 
 
-def _whole_numbers(axes: Axes) -> None:
+def whole_numbers(axes: Axes) -> None:
+    """Ticks of the x axis at whole numbers only."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,4 +1,4 @@
-"""A folder of one JSON file and one .npz file: written whole or not at all, checked when read."""
+"""Files written whole or not at all: texts, and folders of a JSON and a checked .npz file."""
 
 from __future__ import annotations
 
@@ -76,6 +76,20 @@ def read_folder(path: Path, json_name: str, npz_name: str) -> tuple[dict[str, An
             return meta, {name: stored[name] for name in stored.files}
     except (ValueError, EOFError, zipfile.BadZipFile) as err:
         raise ValueError(f"{path / npz_name} is not a readable .npz file: {err}") from err
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; its folder is made if missing.
+
+    Raises:
+        OSError: writing failed; what was at `path` is still there.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
+        fresh = Path(work) / path.name
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
 
 
 def take(mapping: Mapping[str, Any], key: str, kind: type, where: object) -> Any:
