@@ -1,5 +1,7 @@
 """vLLM plug-in (entry point `vllm.general_plugins`): one-worker CPU engines compute in EngineCore.
 
+It also installs the placement policy (`eplb.py`) where a plan is named.
+
 Upstream: `vllm.v1.executor`, vLLM 0.32. On CPU vLLM always starts a worker process, because it sets
 OpenMP's environment there; an engine of ours gets that environment from its replica. EngineCore and
 worker then spin on a queue between them: half a core, 0.7 GB and a second import of vLLM for each
@@ -12,11 +14,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from deployments.vllm_adapter import eplb
+
 IN_PROCESS_WORKER = "ELDR_IN_PROCESS_WORKER"
 
 
 def register() -> None:
     """Called by vLLM in each of its processes before it does anything."""
+    eplb.register()
     if os.environ.get(IN_PROCESS_WORKER) != "1":
         return
     from vllm.v1.executor.abstract import Executor
