@@ -289,6 +289,8 @@ def _read_npz(
 ) -> dict[str, NDArray[Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"no trace at {path}")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: not an .npz archive")
     try:
         with np.load(path, allow_pickle=False) as archive:
             missing = [name for name in wanted if name not in archive.files]
