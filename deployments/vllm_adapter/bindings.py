@@ -60,6 +60,19 @@ BINDINGS: tuple[Binding, ...] = (
     Binding(f"{_MOE}.router.base_router", "BaseRouter.set_capture_fn", "top-k ids of each layer"),
 )
 
+CACHE_BINDINGS: tuple[Binding, ...] = (
+    Binding(f"{_MOE}.layer", "MoERunner", "expert cache: the MoE layers of a model"),
+    Binding(f"{_MOE}.layer", "MoERunner._quant_method", "expert cache: the kernel of a layer"),
+    Binding(f"{_MOE}.modular_kernel", "FusedMoEExpertsModular.apply", "expert cache: ids to slots"),
+    Binding(f"{_MOE}.router.fused_moe_router", "FusedMoERouter.select_experts", "native gate"),
+    Binding(
+        f"{_MOE}.unquantized_fused_moe_method",
+        "UnquantizedFusedMoEMethod",
+        "expert cache: kernels it can serve",
+    ),
+    Binding("vllm.v1.worker.gpu_worker", "Worker.load_model", "expert cache: after loading"),
+)
+
 
 def check_bindings(bindings: tuple[Binding, ...] = BINDINGS) -> None:
     """Check that every name the adapter binds to exists.

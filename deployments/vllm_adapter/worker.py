@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from deployments.vllm_adapter.expert_cache import cache_of
+
 
 class EldrWorkerExtension:
     """Mixed into vLLM's worker class; must not define __init__."""
@@ -22,3 +24,23 @@ class EldrWorkerExtension:
             "num_tokens": totals.num_tokens,
             "distinct_L": totals.distinct_L,
         }
+
+    def eldr_cache_stats(self) -> dict[str, Any] | None:
+        """Statistics of this worker's expert cache (`InstalledCache.stats`); None without one."""
+        installed = cache_of(self.vllm_config)  # type: ignore[attr-defined]
+        return None if installed is None else installed.stats()
+
+    def eldr_cache_configure(self, slots: int | None, budget: int | None) -> dict[str, Any]:
+        """Change slots and budget of the expert cache between two steps; None leaves a value.
+
+        Returns:
+            The statistics, with the new values; {"error": text} when the values are refused.
+        """
+        installed = cache_of(self.vllm_config)  # type: ignore[attr-defined]
+        if installed is None:
+            return {"error": "this engine has no expert cache: set cache.enabled to true"}
+        try:
+            installed.configure(slots, budget)
+        except ValueError as err:
+            return {"error": str(err)}
+        return installed.stats()

@@ -4,6 +4,7 @@ import pytest
 
 from deployments.vllm_adapter.bindings import (
     BINDINGS,
+    CACHE_BINDINGS,
     Binding,
     IncompatibleVllm,
     check_bindings,
@@ -12,6 +13,7 @@ from deployments.vllm_adapter.bindings import (
 
 def test_installed_vllm_has_every_bound_name() -> None:
     check_bindings()
+    check_bindings(CACHE_BINDINGS)
 
 
 @pytest.mark.parametrize(

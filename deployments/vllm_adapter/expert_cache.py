@@ -1,0 +1,464 @@
+"""Puts the experts of a loaded vLLM model behind slots.
+
+Upstream: `vllm.model_executor.layers.fused_moe`, vLLM 0.32. Bound to: the parameters `w13_weight`
+and `w2_weight` of `RoutedExperts` ([E, ...], already in the kernel's form), which become the slots;
+`apply` of the modular experts object, where logical ids meet the kernel; `select_experts` of the
+layer's router, for the native gate's logits. When vLLM can keep single experts off the device by
+itself, this file can go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from app.model_facts import model_facts
+from cachemgr.policies import ExpertCache, make_retention
+from cachemgr.scores import Scores, load_scores
+from cachemgr.settings import CacheSettings
+from cachemgr.store import ExpertStore, StoreKey, StoreWriter, TensorSpec, locked
+from deployments.vllm_adapter.bindings import (
+    CACHE_BINDINGS,
+    IncompatibleVllm,
+    check_bindings,
+)
+from deployments.vllm_adapter.slots import (
+    W2,
+    W13,
+    Copier,
+    CudaCopier,
+    HostCopier,
+    LayerWeights,
+    SlotRuntime,
+    Tensors,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+SETTINGS_KEY = "eldr_cache"  # in vLLM's `additional_config`
+_WEIGHTS = (W13, W2)
+_SCORED_BY_GATE = ("temporal", "spatio")
+
+
+def settings_of(vllm_config: VllmConfig) -> CacheSettings | None:
+    """The cache settings an engine was started with; None: it has no cache."""
+    data = dict(vllm_config.additional_config or {}).get(SETTINGS_KEY)
+    return None if data is None else CacheSettings.of(data)
+
+
+def cache_of(vllm_config: VllmConfig) -> InstalledCache | None:
+    """The cache that was installed in this worker's model."""
+    for runner in moe_runners(vllm_config):
+        installed: InstalledCache | None = getattr(runner, "eldr_cache", None)
+        return installed
+    return None
+
+
+def moe_runners(vllm_config: VllmConfig) -> list[Any]:
+    """The model's MoE layers, in order."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    context = vllm_config.compilation_config.static_forward_context
+    runners = [module for module in context.values() if isinstance(module, MoERunner)]
+    return sorted(runners, key=lambda runner: int(runner.layer_id))
+
+
+def install(vllm_config: VllmConfig, settings: CacheSettings) -> InstalledCache:
+    """Move the experts of a loaded model to the store and leave B slots of each layer.
+
+    Raises:
+        IncompatibleVllm: the model's experts cannot be cached.
+        ValueError: the settings do not fit the model.
+        StoreError: the store cannot be written, or holds something else.
+    """
+    check_bindings(CACHE_BINDINGS)
+    runners = moe_runners(vllm_config)
+    _check_supported(vllm_config, runners)
+    installed = InstalledCache(vllm_config, runners, settings)
+    for runner in runners:
+        runner.eldr_cache = installed
+    _return_free_memory()
+    logger.info(
+        "expert cache: %d of %d experts in each of %d layers, policy %s, %.1f of %.1f MiB",
+        installed.runtime.cache.capacity,
+        installed.num_experts,
+        len(runners),
+        settings.policy,
+        installed.slot_bytes / 2**20,
+        installed.full_bytes / 2**20,
+    )
+    return installed
+
+
+class InstalledCache:
+    """The expert cache of one worker: store, slots and the wrappers in the model's layers."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, runners: Sequence[Any], settings: CacheSettings
+    ) -> None:
+        self._runners, self.settings = runners, settings
+        self._device: torch.device = runners[0].routed_experts.w13_weight.device
+        self.num_experts: int = runners[0].routed_experts.w13_weight.shape[0]
+        self._top_k: int = runners[0].moe_config.experts_per_token
+        fingerprint = model_fingerprint(vllm_config)
+        hidden_size = int(runners[0].moe_config.hidden_dim)
+        scores = Scores()
+        if settings.score_file is not None:
+            scores = load_scores(
+                Path(settings.score_file), fingerprint, len(runners), self.num_experts, hidden_size
+            )
+        name = "given" if settings.policy in _SCORED_BY_GATE else settings.policy
+        self._retention = make_retention(
+            name,
+            len(runners),
+            self.num_experts,
+            lambda_=settings.lrfu_lambda,
+            hotness_RE=scores.hotness_LE,
+        )
+        self._scoring = _gate_scores(settings.policy, runners, scores, self._device)
+        cache = self._make_cache(settings.capacity(self.num_experts), settings.budget)
+        self.full_bytes = sum(t.nbytes for r in runners for t in _weights(r).values())
+        self.expert_bytes = self.full_bytes // (len(runners) * self.num_experts)
+        self._source = (
+            pinned_source(runners)
+            if self._device.type == "cuda"
+            else mapped_source(vllm_config, runners, settings, fingerprint)
+        )
+        copier: Copier = CudaCopier(self._device) if self._device.type == "cuda" else HostCopier()
+        self.runtime = SlotRuntime(
+            cache,
+            self._allocate(cache.capacity),
+            copier,
+            exact_tokens=settings.exact_tokens,
+            reads_source=self._device.type == "cpu",
+            scoring=self._scoring,
+        )
+        for layer, runner in enumerate(runners):
+            _wrap(self.runtime, layer, runner, keep_logits=self._scoring is not None)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of expert weights on the device."""
+        return sum(t.nbytes for r in self._runners for t in _weights(r).values())
+
+    def _make_cache(self, capacity: int, budget: int) -> ExpertCache:
+        return ExpertCache(
+            len(self._runners),
+            self.num_experts,
+            capacity,
+            self._top_k,
+            self._retention,
+            budget=budget,
+        )
+
+    def _allocate(self, capacity: int) -> list[LayerWeights]:
+        """Replace each layer's weights by empty slots."""
+        layers = []
+        for runner, source in zip(self._runners, self._source, strict=True):
+            slots = {}
+            for name, tensor in source.items():
+                # Zeros, not empty: a slot that is read with weight 0 must hold no NaN.
+                slots[name] = torch.zeros(
+                    (capacity, *tensor.shape[1:]), dtype=tensor.dtype, device=self._device
+                )
+                setattr(
+                    runner.routed_experts,
+                    name,
+                    torch.nn.Parameter(slots[name], requires_grad=False),
+                )
+            layers.append(LayerWeights(source, slots))
+        return layers
+
+    def configure(self, capacity: int | None = None, budget: int | None = None) -> None:
+        """Change B or R; another B starts with empty slots.
+
+        Raises:
+            ValueError: a value is outside its range; nothing was changed.
+        """
+        runtime = self.runtime
+        new_capacity = runtime.cache.capacity if capacity is None else capacity
+        new_budget = runtime.cache.budget if budget is None else budget
+        if new_budget and self.settings.policy != "spatio":
+            raise ValueError(
+                f"policy {self.settings.policy} loads nothing ahead: budget must be 0, got "
+                f"{new_budget}; take policy spatio"
+            )
+        cache = self._make_cache(new_capacity, new_budget)
+        if new_capacity == runtime.cache.capacity:
+            runtime.cache.budget = new_budget
+            return
+        cache.ledger = runtime.cache.ledger
+        runtime.replace(cache, lambda: self._allocate(new_capacity))
+        _return_free_memory()
+
+    def stats(self) -> dict[str, Any]:
+        """Sums since the start of the worker, and what is set now."""
+        runtime = self.runtime
+        totals, counts = runtime.cache.ledger.totals(), runtime.counts
+        return {
+            "policy": self.settings.policy,
+            "slots": runtime.cache.capacity,
+            "budget": runtime.cache.budget,
+            "num_layers": len(self._runners),
+            "num_experts": self.num_experts,
+            "top_k": self._top_k,
+            "expert_bytes": self.expert_bytes,
+            "slot_bytes": self.slot_bytes,
+            "full_bytes": self.full_bytes,
+            "steps": counts.steps,
+            "tokens": counts.tokens,
+            "layer_steps": counts.layer_steps,
+            "kernel_calls": counts.kernel_calls,
+            "accesses": totals.accesses,
+            "hits": totals.accesses - totals.demand,
+            "demand_loads": totals.demand,
+            "proactive_loads": totals.proactive,
+            "streamed_loads": counts.streamed,
+            "evictions": totals.evictions,
+        }
+
+
+def model_fingerprint(vllm_config: VllmConfig) -> str:
+    """Of the model folder; of a hub model, of its name and revision."""
+    model = vllm_config.model_config
+    if Path(model.model).is_dir():
+        return model_facts(model.model).fingerprint
+    return hashlib.sha256(f"{model.model}@{model.revision}".encode()).hexdigest()[:16]
+
+
+def mapped_source(
+    vllm_config: VllmConfig, runners: Sequence[Any], settings: CacheSettings, fingerprint: str
+) -> list[Tensors]:
+    """Experts in a memory-mapped file, which is written if it is not there."""
+    parallel = vllm_config.parallel_config
+    fused = runners[0]._quant_method.moe_kernel.impl.fused_experts
+    key = StoreKey(
+        fingerprint=fingerprint,
+        layout=f"{type(fused).__name__} rank {parallel.rank} of {parallel.world_size}"
+        f"{' by experts' if parallel.enable_expert_parallel else ''}",
+        num_experts=runners[0].routed_experts.w13_weight.shape[0],
+        tensors_L=tuple(
+            tuple(_spec(name, tensor) for name, tensor in _weights(runner).items())
+            for runner in runners
+        ),
+    )
+    path = Path(settings.store_dir) / key.file_name
+    with locked(path):
+        if not path.exists():
+            with StoreWriter(path, key) as writer:
+                for layer, runner in enumerate(runners):
+                    for name, tensor in _weights(runner).items():
+                        writer.write(layer, name, _bytes(tensor))
+                writer.commit()
+    store = ExpertStore.open(path, key)
+    source = []
+    for layer, runner in enumerate(runners):
+        tensors = {}
+        for name, tensor in _weights(runner).items():
+            store.check_same(layer, name, _bytes(tensor))
+            tensors[name] = _as_tensor(store.tensor(layer, name), tensor)
+        source.append(tensors)
+    return source
+
+
+def pinned_source(runners: Sequence[Any]) -> list[Tensors]:
+    """Experts in pinned host memory, which a GPU copies from by itself. Not run: no GPU here."""
+    return [
+        {name: tensor.cpu().pin_memory() for name, tensor in _weights(runner).items()}
+        for runner in runners
+    ]
+
+
+def _weights(runner: Any) -> Tensors:
+    return {name: getattr(runner.routed_experts, name).data for name in _WEIGHTS}
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape[1:]),
+        nbytes=tensor[0].nbytes,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A tensor's experts as bytes, shape (E, N)."""
+    return tensor.contiguous().view(torch.uint8).reshape(tensor.shape[0], -1).numpy()
+
+
+def _as_tensor(data_EN: np.ndarray[Any, np.dtype[np.uint8]], like: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # torch warns that it could write to what is mapped read-only; nothing here does.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        flat = torch.from_numpy(data_EN)
+    return flat.view(like.dtype).reshape(like.shape)
+
+
+def _wrap(runtime: SlotRuntime, layer: int, runner: Any, *, keep_logits: bool) -> None:
+    """Send one layer's kernel calls through the runtime. A function of its own for its closures."""
+    fused = runner._quant_method.moe_kernel.impl.fused_experts
+    original: Callable[..., Any] = fused.apply
+    kept: list[torch.Tensor | None] = [None]
+
+    def apply(
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        **rest: Any,
+    ) -> None:
+        # Ids are mapped to slots before the kernel sees them: to it, slots are all experts.
+        kernel = functools.partial(
+            original,
+            global_num_experts=runtime.cache.capacity,
+            expert_map=None,
+            **rest,
+        )
+        runtime.run(layer, kernel, output, hidden_states, topk_weights, topk_ids, kept[0])
+
+    fused.apply = apply
+    if not keep_logits:
+        return
+    select = runner.router.select_experts
+
+    def select_experts(
+        hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        kept[0] = router_logits
+        return select(hidden_states, router_logits, *args, **kwargs)
+
+    runner.router.select_experts = select_experts
+
+
+class GateScores:
+    """Scores from the model's gates, and from trained routers where there are any.
+
+    A batch's scores are the mean over its tokens: the expected uses of a token of the next step.
+
+    Args:
+        temporal_L: W^T of each layer, (E, H); None: p^R counts alone (p^T = p^R at W^T's start).
+        spatio_L: W^S of each layer, (E, H); None: no prediction of the next layer.
+
+    Source: CacheRouter (arXiv 2609.04895), s^T = p^R + p^T; the paper has one token a step.
+    """
+
+    def __init__(
+        self, temporal_L: list[torch.Tensor] | None, spatio_L: list[torch.Tensor] | None
+    ) -> None:
+        self._temporal_L, self._spatio_L = temporal_L, spatio_L
+
+    def retention(
+        self, layer: int, hidden_TH: torch.Tensor, logits_TE: torch.Tensor
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """See `Scoring.retention`."""
+        scores_E = _mean_probability(logits_TE)
+        if self._temporal_L is not None:
+            scores_E += _mean_probability(hidden_TH @ self._temporal_L[layer].T)
+        return scores_E
+
+    def next_layer(
+        self, layer: int, hidden_TH: torch.Tensor
+    ) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+        """See `Scoring.next_layer`."""
+        if self._spatio_L is None:
+            return None
+        return _mean_probability(hidden_TH @ self._spatio_L[layer].T)
+
+
+def _mean_probability(logits_TE: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    mean: np.ndarray[Any, np.dtype[np.float32]] = (
+        torch.softmax(logits_TE, dim=-1, dtype=torch.float32).mean(0).cpu().numpy()
+    )
+    return mean
+
+
+def _gate_scores(
+    policy: str, runners: Sequence[Any], scores: Scores, device: torch.device
+) -> GateScores | None:
+    if policy not in _SCORED_BY_GATE:
+        return None
+    dtype = runners[0].moe_config.in_dtype
+
+    def on_device(array_LEH: np.ndarray[Any, Any] | None) -> list[torch.Tensor] | None:
+        if array_LEH is None:
+            return None
+        return list(torch.from_numpy(array_LEH).to(device, dtype))
+
+    spatio = None
+    if policy == "spatio":
+        spatio = on_device(scores.spatio_LEH) or _gates_of_next_layers(runners)
+    return GateScores(on_device(scores.temporal_LEH), spatio)
+
+
+def _gates_of_next_layers(runners: Sequence[Any]) -> list[torch.Tensor]:
+    """W^S at its start: each layer is asked with the gate of the one after it."""
+    if any(runner.gate is None for runner in runners):
+        raise IncompatibleVllm(
+            "policy spatio needs the gates of the model's MoE layers and vLLM keeps them outside "
+            "of its MoE runner for this model: give spatio_LEH in cache.score_file, or take policy "
+            "temporal"
+        )
+    gates = [runner.gate.weight.data for runner in runners]
+    return gates[1:] + gates[:1]
+
+
+def _check_supported(vllm_config: VllmConfig, runners: Sequence[Any]) -> None:
+    """Refuse models and engine settings whose experts the slots cannot stand for."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    problems = []
+    if not runners:
+        problems.append(f"{vllm_config.model_config.model} has no MoE layer")
+    for runner in runners:
+        method, experts = runner._quant_method, runner.routed_experts
+        name = runner.layer_name
+        if not isinstance(method, UnquantizedFusedMoEMethod):
+            problems.append(f"{name} is quantized ({type(method).__name__})")
+        elif method.moe_kernel is None or method.moe_kernel.is_monolithic:
+            problems.append(f"{name} has a kernel that routes by itself")
+        elif runner.moe_config.has_bias:
+            problems.append(f"the experts of {name} have biases")
+        elif runner.router.eplb_state is not None and vllm_config.parallel_config.enable_eplb:
+            problems.append("EPLB moves experts itself")
+        elif experts.w13_weight.shape[0] != runner.moe_config.num_experts and not experts.use_ep:
+            problems.append(f"{name} has redundant experts")
+    shapes = {tuple(r.routed_experts.w13_weight.shape) for r in runners}
+    if len(shapes) > 1:
+        problems.append(f"MoE layers differ in shape ({sorted(shapes)})")
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        problems.append("data parallelism sends tokens between ranks")
+    if not vllm_config.model_config.enforce_eager:
+        problems.append("compiled graphs cannot wait for loads (set decode.enforce_eager)")
+    if problems:
+        raise IncompatibleVllm(
+            f"the expert cache cannot serve this model: {'; '.join(sorted(set(problems)))}; set "
+            "cache.enabled to false"
+        )
+
+
+def _return_free_memory() -> None:
+    """Give freed weights back to the system: glibc keeps what is below its mmap threshold."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        logger.debug("no malloc_trim here: freed weights may stay in the process")
