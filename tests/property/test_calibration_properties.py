@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.optimize import linear_sum_assignment
+from scipy.stats import rankdata
 
 from calibration.clustering import BalancedSphericalKMeans, match_centroids
 from calibration.fit import domain_clusters
+from calibration.layers import centred_ranks
 from calibration.signature import SignatureTransform, compute_idf
 from calibration.transport import assign_with_capacity
 
@@ -96,3 +98,13 @@ def test_domain_clusters_cover_half_and_none_is_spare(pairs):
         sizes = [int((members == cluster).sum()) for cluster in clusters]
         assert 2 * sum(sizes) >= len(members)
         assert 2 * (sum(sizes) - min(sizes)) < len(members)
+
+
+ties = st.lists(st.integers(-3, 3).map(float), min_size=1)
+spread_out = st.lists(st.floats(-1e3, 1e3), min_size=1)
+
+
+@given(ties | spread_out)
+def test_ranks_are_those_of_scipy(values):
+    expected = rankdata(values) - (len(values) + 1) / 2
+    np.testing.assert_array_equal(centred_ranks(np.array(values)), expected)
