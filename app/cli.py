@@ -56,10 +56,17 @@ GROUPS = (
         ("calibration.cli", "calibration.capture_cli"),
         nest="first",
     ),
-    Group({"replay": "route recorded requests by any policy, and compare"}, ("calibration.replay_cli",)),
+    Group(
+        {"replay": "route recorded requests by any policy, and compare"},
+        ("calibration.replay_cli",),
+    ),
     Group({"simulate": "a whole deployment on virtual time"}, ("calibration.simulation.cli",)),
     Group({"cache": "replay expert caches against their bound"}, ("cachemgr.cli",)),
-    Group({"bench": "measure routing and serving"}, ("bench.router", "bench.kmeans", "bench.cli"), nest="own"),
+    Group(
+        {"bench": "measure routing and serving"},
+        ("bench.router", "bench.kmeans", "bench.cli"),
+        nest="own",
+    ),
 )
 
 
