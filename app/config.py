@@ -8,6 +8,7 @@ configuration does not read them again.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from app.config_errors import ConfigError, Problem, RelationError, problems_of, 
 from app.model_facts import ArtifactFacts, FactsError, ModelFacts, artifact_facts, model_facts
 
 __all__ = [
+    "CacheConfig",
     "ConfigError",
     "DecodeConfig",
     "EldrConfig",
@@ -47,6 +49,8 @@ RESERVATION_MARGIN_S = 60.0
 OWNED_ENGINE_KWARGS = {
     "kv_transfer_config": "section kv_transfer",
     "scheduler_cls": "router.capture (the capture needs a scheduler of its own)",
+    "worker_cls": "cache.enabled (the cache needs a worker of its own)",
+    "additional_config": "section cache",
     "model": "model.path",
     "served_model_name": "model.served_name",
     "dtype": "model.dtype",
@@ -258,6 +262,34 @@ class RouterConfig(_Section):
     """When centroids are fitted anew; by default when the number of decode replicas changes."""
 
 
+class CacheConfig(_Section):
+    """Expert cache of the decode engines: B experts of each MoE layer stay on the device."""
+
+    enabled: bool = False
+    """Keeps the other experts in host memory and loads them when they are chosen."""
+
+    slots: int | None = Field(default=None, ge=1)
+    """B, experts of a layer that stay on the device (with expert parallelism: of each rank)."""
+
+    fraction: float = Field(default=0.5, gt=0, le=1)
+    """B as a share of a layer's experts, rounded up; counts where `slots` is not given."""
+
+    policy: Literal["lru", "lfu", "lrfu", "static", "temporal", "spatio"] = "lrfu"
+    """What stays: by use, by a fixed order, by the gate, or by the gate with loads ahead."""
+
+    lrfu_lambda: float = Field(default=0.03, ge=0, le=1)
+    """Of policy lrfu: 0 counts uses, 1 looks at the last use alone."""
+
+    budget: int = Field(default=0, ge=0)
+    """R, candidates that policy spatio checks before each layer runs; 0 for the others."""
+
+    store_dir: str = Field(default="~/.cache/eldr-serve/experts", min_length=1)
+    """Folder of the store of all experts, one file a model; relative paths as for the model."""
+
+    score_file: str | None = None
+    """.npz file with trained routers or the order of policy static; None scores by the gates."""
+
+
 class KvTransferConfig(_Section):
     """How KV blocks go from prefill to decode engines (NIXL)."""
 
@@ -347,6 +379,9 @@ class EldrConfig(_Section):
     router: RouterConfig = Field(default_factory=RouterConfig)
     """How a decode replica is chosen; by expert locality and load by default."""
 
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    """Which experts decode engines keep on the device; all of them by default."""
+
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
     """How KV goes from prefill to decode; the defaults suit one machine."""
 
@@ -370,7 +405,13 @@ class EldrConfig(_Section):
 
     @model_validator(mode="after")
     def _check_relations(self) -> Self:
-        checks = (_model_problems, _engine_problems, _router_problems, _deadline_problems)
+        checks = (
+            _model_problems,
+            _engine_problems,
+            _router_problems,
+            _cache_problems,
+            _deadline_problems,
+        )
         if problems := [problem for check in checks for problem in check(self)]:
             raise RelationError(problems)
         return self
@@ -398,7 +439,7 @@ def load_config(path: str | Path) -> EldrConfig:
 
 
 def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
-    model, router = raw.get("model"), raw.get("router")
+    model, router, cache = raw.get("model"), raw.get("router"), raw.get("cache")
     if isinstance(model, dict) and isinstance(given := model.get("path"), str) and given:
         folder = base / os.path.expanduser(given)
         # A name that is no folder stays as it is: it may be a hub id.
@@ -406,6 +447,10 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
             model["path"] = str(folder.resolve())
     if isinstance(router, dict) and isinstance(given := router.get("artifact"), str) and given:
         router["artifact"] = str((base / os.path.expanduser(given)).resolve())
+    for key in ("store_dir", "score_file"):
+        # "~" stays: it is the home of whoever runs the engine.
+        if isinstance(cache, dict) and isinstance(given := cache.get(key), str):
+            cache[key] = given if given.startswith("~") else str((base / given).resolve())
 
 
 def _refuse_owned(value: Mapping[str, Any], owned: Mapping[str, str]) -> None:
@@ -510,6 +555,35 @@ def _router_problems(config: EldrConfig) -> list[Problem]:
     return problems
 
 
+def _cache_problems(config: EldrConfig) -> list[Problem]:
+    cache, problems = config.cache, []
+    if not cache.enabled:
+        return []
+    if config.decode.enforce_eager is False:
+        text = (
+            "must not be false while cache.enabled is true: a compiled graph cannot wait for a load"
+        )
+        problems.append(Problem("decode.enforce_eager", text))
+    if cache.policy == "spatio" and not cache.budget:
+        text = "must be >= 1 for policy spatio, got 0: raise it, or take policy temporal"
+        problems.append(Problem("cache.budget", text))
+    if cache.policy != "spatio" and cache.budget:
+        text = f"is {cache.budget} and policy {cache.policy} loads nothing ahead: take spatio, or 0"
+        problems.append(Problem("cache.budget", text))
+    if cache.slots is not None and cache.budget > cache.slots:
+        problems.append(_budget_problem(cache.budget, cache.slots))
+    if cache.policy == "static" and cache.score_file is None:
+        text = (
+            "policy static needs a file with the array hotness_LE: set it, or take another policy"
+        )
+        problems.append(Problem("cache.score_file", text))
+    return problems
+
+
+def _budget_problem(budget: int, slots: int) -> Problem:
+    return Problem("cache.budget", f"must be <= {slots}, the slots of a layer, got {budget}")
+
+
 def _deadline_problems(config: EldrConfig) -> list[Problem]:
     limits, problems = config.limits, []
     if limits.prefill_timeout_s > limits.request_timeout_s:
@@ -554,7 +628,7 @@ def _file_problems(config: EldrConfig) -> list[Problem]:
 
 
 def _model_fact_problems(config: EldrConfig, facts: ModelFacts) -> list[Problem]:
-    problems = []
+    problems: list[Problem] = []
     if config.router.capture and not facts.is_moe:
         text = (
             f"{config.model.path} is not a Mixture-of-Experts model (config.json has no "
@@ -562,11 +636,36 @@ def _model_fact_problems(config: EldrConfig, facts: ModelFacts) -> list[Problem]
             "set router.capture: false and a policy such as jsq"
         )
         problems.append(Problem("model.path", text))
+    if config.cache.enabled:
+        problems += _slot_problems(config, facts)
     length, maximum = config.model.max_model_len, facts.max_position_embeddings
     if length is not None and maximum is not None and length > maximum:
         text = f"must be <= {maximum}, the model's max_position_embeddings, got {length}"
         problems.append(Problem("model.max_model_len", text))
     return problems
+
+
+def _slot_problems(config: EldrConfig, facts: ModelFacts) -> list[Problem]:
+    """B against the experts of the model; what one rank holds is known to the engine alone."""
+    cache = config.cache
+    if not facts.is_moe:
+        text = f"must be false: {config.model.path} is not a Mixture-of-Experts model"
+        return [Problem("cache.enabled", text)]
+    slots = math.ceil(cache.fraction * facts.num_experts) if cache.slots is None else cache.slots
+    path = "cache.fraction" if cache.slots is None else "cache.slots"
+    got = f"got {cache.fraction:g}, which is {slots}" if cache.slots is None else f"got {slots}"
+    if slots < facts.top_k:
+        text = (
+            f"must give >= {facts.top_k} slots, since a token uses {facts.top_k} experts of a "
+            f"layer at once, {got}: raise it"
+        )
+        return [Problem(path, text)]
+    if slots > facts.num_experts:
+        text = f"must be <= {facts.num_experts}, the experts of a layer, {got}: lower it"
+        return [Problem(path, text)]
+    if cache.slots is None and cache.budget > slots:
+        return [_budget_problem(cache.budget, slots)]
+    return []
 
 
 def _artifact_problems(

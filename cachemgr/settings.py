@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+SETTINGS_KEY = "eldr_cache"  # in vLLM's `additional_config`
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:

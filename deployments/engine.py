@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from cachemgr.settings import SETTINGS_KEY, CacheSettings
 from deployments.vllm_adapter.plugin import IN_PROCESS_WORKER
 
 if TYPE_CHECKING:
@@ -106,7 +108,31 @@ def engine_kwargs(
     kwargs.update({key: value for key, value in optional.items() if value is not None})
     if section.tensor_parallel_size > 1:
         kwargs["tensor_parallel_size"] = section.tensor_parallel_size
+    if config.cache.enabled and phase is Phase.DECODE:
+        kwargs.update(_cache_kwargs(config, device))
     return kwargs
+
+
+def _cache_kwargs(config: EldrConfig, device: str) -> dict[str, Any]:
+    """Arguments that give a decode engine its expert cache."""
+    worker = "cpu_worker.CachingCPUWorker" if device == "cpu" else "gpu_worker.CachingGPUWorker"
+    cache = config.cache
+    settings = CacheSettings(
+        policy=cache.policy,
+        slots=cache.slots,
+        fraction=cache.fraction,
+        lrfu_lambda=cache.lrfu_lambda,
+        budget=cache.budget,
+        store_dir=os.path.expanduser(cache.store_dir),
+        score_file=cache.score_file and os.path.expanduser(cache.score_file),
+        # A decode step has at most a token of each request; what is larger is a prompt.
+        exact_tokens=config.decode.max_num_seqs,
+    )
+    return {
+        "worker_cls": f"deployments.vllm_adapter.{worker}",
+        "additional_config": {SETTINGS_KEY: settings.as_dict()},
+        "enforce_eager": True,
+    }
 
 
 def engine_env(section: EngineConfig, device: str) -> dict[str, str]:

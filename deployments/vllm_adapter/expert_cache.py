@@ -24,7 +24,7 @@ import torch
 from app.model_facts import model_facts
 from cachemgr.policies import ExpertCache, make_retention
 from cachemgr.scores import Scores, load_scores
-from cachemgr.settings import CacheSettings
+from cachemgr.settings import SETTINGS_KEY, CacheSettings
 from cachemgr.store import ExpertStore, StoreKey, StoreWriter, TensorSpec, locked
 from deployments.vllm_adapter.bindings import (
     CACHE_BINDINGS,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SETTINGS_KEY = "eldr_cache"  # in vLLM's `additional_config`
 _WEIGHTS = (W13, W2)
 _SCORED_BY_GATE = ("temporal", "spatio")
 

@@ -230,6 +230,26 @@ BAD_RELATIONS = [
         {"router.select_timeout_s": 30},
         ["kv_transfer.lease_s: is 60 s, below the 92 s that may pass", "raise it"],
     ),
+    (
+        {"cache.enabled": True, "decode.enforce_eager": False},
+        ["decode.enforce_eager: must not be false while cache.enabled is true"],
+    ),
+    (
+        {"cache.enabled": True, "cache.policy": "spatio"},
+        ["cache.budget: must be >= 1 for policy spatio", "take policy temporal"],
+    ),
+    (
+        {"cache.enabled": True, "cache.budget": 2},
+        ["cache.budget: is 2 and policy lrfu loads nothing ahead: take spatio"],
+    ),
+    (
+        {"cache": {"enabled": True, "policy": "spatio", "budget": 9, "slots": 8}},
+        ["cache.budget: must be <= 8, the slots of a layer, got 9"],
+    ),
+    (
+        {"cache.enabled": True, "cache.policy": "static"},
+        ["cache.score_file: policy static needs a file with the array hotness_LE"],
+    ),
 ]
 
 
@@ -256,6 +276,8 @@ def test_bad_configuration_is_refused(
         {"model.enable_auto_tool_choice": True, "model.tool_call_parser": "hermes"},
         {"limits.api_keys_env": "ELDR_API_KEYS"},
         {"http.port": 20003},
+        {"cache.policy": "static"},
+        {"cache": {"enabled": True, "policy": "spatio", "budget": 8, "slots": 8}},
     ],
 )
 def test_good_configuration_is_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -372,6 +394,35 @@ def test_too_long_context_is_refused(tmp_path: Path) -> None:
     message = refusal(tmp_path, {"model.path": "./m", "model.max_model_len": 4096})
     assert "model.max_model_len: must be <= 2048" in message
     assert "got 4096" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"slots": 3}, "cache.slots: must give >= 4 slots, since a token uses 4 experts"),
+        ({"fraction": 0.05}, "cache.fraction: must give >= 4 slots"),
+        ({"slots": 33}, "cache.slots: must be <= 32, the experts of a layer, got 33: lower it"),
+        (
+            {"fraction": 0.25, "policy": "spatio", "budget": 9},
+            "cache.budget: must be <= 8, the slots of a layer, got 9",
+        ),
+    ],
+)
+def test_slots_that_do_not_fit_the_model_are_refused(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    write_model(tmp_path / "m")
+    message = refusal(tmp_path, {"model.path": "./m", "cache": {"enabled": True, **changes}})
+    assert text in message
+    assert len(message.splitlines()) == 1
+    load_config(write(tmp_path, merged(BASE, {"model.path": "./m", "cache": changes})))
+
+
+def test_cache_paths_count_from_the_file(tmp_path: Path) -> None:
+    changes = {"cache": {"store_dir": "store", "score_file": "~/scores.npz"}}
+    cache = load_config(write(tmp_path, merged(BASE, changes))).cache
+    assert cache.store_dir == str(tmp_path / "store")
+    assert cache.score_file == "~/scores.npz"
 
 
 def soft(**changes: Any) -> dict[str, Any]:

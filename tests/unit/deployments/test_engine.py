@@ -1,10 +1,12 @@
 """What an engine is started with."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.config import EldrConfig
+from cachemgr.settings import SETTINGS_KEY, CacheSettings
 from deployments.engine import Phase, engine_env, engine_kwargs
 
 
@@ -54,6 +56,20 @@ def test_users_engine_kwargs_are_passed_on() -> None:
         config(decode={"engine_kwargs": {"max_logprobs": 5}}), Phase.DECODE, "cpu"
     )
     assert kwargs["max_logprobs"] == 5
+
+
+def test_cache_is_for_decode_engines_alone() -> None:
+    cached = config(cache={"enabled": True, "slots": 8, "store_dir": "~/experts"})
+    assert "worker_cls" not in engine_kwargs(cached, Phase.PREFILL, "cpu")
+    assert "worker_cls" not in engine_kwargs(config(), Phase.DECODE, "cpu")
+    for device, worker in (("cpu", "CachingCPUWorker"), ("gpu", "CachingGPUWorker")):
+        kwargs = engine_kwargs(cached, Phase.DECODE, device)
+        assert kwargs["worker_cls"].endswith(f".{worker}")
+        assert kwargs["enforce_eager"] is True
+        settings = CacheSettings.of(kwargs["additional_config"][SETTINGS_KEY])
+        assert settings.slots == 8
+        assert settings.exact_tokens == cached.decode.max_num_seqs
+        assert settings.store_dir == str(Path.home() / "experts")
 
 
 def test_cpu_environment_and_its_override() -> None:
