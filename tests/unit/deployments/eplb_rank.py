@@ -7,6 +7,7 @@ what came out as JSON.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -17,9 +18,10 @@ from vllm.distributed import parallel_state
 from vllm.distributed.eplb.eplb_communicator import TorchDistNcclEplbCommunicator
 from vllm.distributed.eplb.policy import DefaultEplbPolicy
 from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
+from vllm.plugins import load_general_plugins
 
 from cachemgr.eplb import linear
-from deployments.vllm_adapter.eplb import PlanSource, install
+from deployments.vllm_adapter.eplb import FINGERPRINT, MAX_AGE_S, PLAN_PATH
 
 CASES = ("absent", "damaged", "other_model", "stale", "good")
 NUM_RANKS = 2
@@ -44,7 +46,8 @@ def main(rank: int, store: str, folder: Path) -> None:
         return DefaultEplbPolicy.rebalance_experts(load, old.shape[1], 1, 1, NUM_RANKS, old)
 
     results["vllm"] = ask(load_LE).tolist()
-    install(PlanSource(path, "model", max_age_s=3600.0))
+    os.environ |= {PLAN_PATH: str(path), FINGERPRINT: "model", MAX_AGE_S: "3600"}
+    load_general_plugins()
     for case in CASES:
         if rank == 0 and (folder / f"{case}.json").exists():
             shutil.copy(folder / f"{case}.json", path)
