@@ -5,7 +5,8 @@ Axes: N requests, L MoE layers, E experts, K clusters, D signature length.
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from typing import Literal, get_args
 
 import numpy as np
 import scipy
@@ -22,6 +23,8 @@ from calibration.signature import (
     SignatureTransform,
     compute_idf,
 )
+
+logger = logging.getLogger(__name__)
 
 DOMAIN_COVERAGE = 0.5
 
@@ -51,11 +54,15 @@ def fit(
         show_progress: draw progress bars on stderr.
 
     Raises:
-        ValueError: an argument is out of range, the requests are fewer than k, or one of them has
-            an all-zero signature.
+        ValueError: an argument is out of range, the requests or their distinct signatures are
+            fewer than k, or a signature is all zeros.
     """
-    if k < 1 or not 0 <= tau <= 1:
-        raise ValueError(f"k must be >= 1 and tau in [0, 1], got k={k}, tau={tau}")
+    if k < 1 or seed < 0 or not 0 <= tau <= 1:
+        raise ValueError(
+            f"k must be >= 1, seed >= 0 and tau in [0, 1], got k={k}, seed={seed}, tau={tau}"
+        )
+    if layers not in get_args(LayerChoice):
+        raise ValueError(f"layers must be one of {get_args(LayerChoice)}, got {layers!r}")
     if len(capture) < max(2, k):
         raise ValueError(
             f"k={k} clusters need at least {max(2, k)} requests, the capture has {len(capture)}: "
@@ -69,6 +76,13 @@ def fit(
     transform = SignatureTransform(compute_idf(counts_NLE), mask)
     signatures_ND = transform.batch(counts_NLE)
     _refuse_zero_signatures(signatures_ND, capture)
+    _refuse_duplicates(signatures_ND, k)
+    if not search.rho_curve.max() > 0:
+        logger.warning(
+            "rho is %.2f: the prompts' experts say nothing about decode here, so routing by them "
+            "will not help",
+            search.rho_curve.max(),
+        )
     clusters = BalancedSphericalKMeans(k, random_state=seed)
     clusters.fit(signatures_ND, show_progress=show_progress)
     rows_R = _sample_rows(len(capture), seed)
@@ -151,6 +165,16 @@ def _refuse_zero_signatures(signatures_ND: Float32Array, capture: Capture) -> No
             f"{is_zero_N.sum()} of {len(capture)} requests have an all-zero signature, first "
             f"{capture.ids_N.item(is_zero_N.argmax())!r}: all experts they use are used by every "
             "request; capture longer or more varied prompts, or leave these out"
+        )
+
+
+def _refuse_duplicates(signatures_ND: Float32Array, k: int) -> None:
+    """Some repeats are traffic; fewer distinct signatures than clusters are no calibration."""
+    num_distinct = len({signature_D.tobytes() for signature_D in signatures_ND.round(5)})
+    if num_distinct < k:
+        raise ValueError(
+            f"k={k} clusters need at least {k} distinct signatures, the {len(signatures_ND)} "
+            f"requests have {num_distinct}: capture more varied prompts or lower k"
         )
 
 

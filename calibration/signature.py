@@ -31,8 +31,10 @@ def compute_idf(counts_NLE: CountArray) -> Float32Array:
         (L, E), >= 0.
 
     Raises:
-        ValueError: counts_NLE is not three-dimensional or has no request.
+        ValueError: counts_NLE is not three-dimensional, has no request, or is not of integers.
     """
+    if counts_NLE.dtype.kind not in "iu":
+        raise ValueError(f"counts_NLE must be integers, got {counts_NLE.dtype}")
     if counts_NLE.ndim != 3 or counts_NLE.shape[0] == 0:
         raise ValueError(f"counts_NLE must have shape (N >= 1, L, E), got {counts_NLE.shape}")
     df_LE = np.count_nonzero(counts_NLE, axis=0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 
 import numpy as np
@@ -51,6 +52,32 @@ def test_other_version_is_refused(tmp_path):
         Artifact.load(tmp_path / "a")
 
 
+def test_failed_save_leaves_the_old_one(tmp_path, monkeypatch):
+    build_artifact(4).save(tmp_path / "a")
+
+    def disk_full(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", disk_full)
+    with pytest.raises(OSError, match="no space"):
+        build_artifact(3).save(tmp_path / "a")
+    assert Artifact.load(tmp_path / "a").k == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_missing_array_is_named(tmp_path):
+    build_artifact(4).save(tmp_path / "a")
+    arrays = tmp_path / "a" / "arrays.npz"
+    with np.load(arrays) as stored:
+        np.savez(arrays, **{name: stored[name] for name in stored.files if name != "idf_LE"})
+    path = tmp_path / "a" / "calibration.json"
+    meta = json.loads(path.read_text())
+    meta["arrays_sha256"] = hashlib.sha256(arrays.read_bytes()).hexdigest()
+    path.write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=r"arrays\.npz has no array idf_LE"):
+        Artifact.load(tmp_path / "a")
+
+
 def test_other_folders_are_not_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(FileExistsError, match=r"holds no calibration\.json"):
@@ -78,6 +105,8 @@ class TestVerifyModel:
         ({"k": 5}, r"centroids_KD must have dtype kind 'f' and shape \(5, 64\)"),
         ({"layer_mask": np.array([0, 1])}, "centroids_KD"),
         ({"idf_LE": np.full((4, 16), np.nan, np.float32)}, "idf_LE must be finite"),
+        ({"rho_curve_L": np.full(4, np.nan)}, "rho_curve_L must be finite"),
+        ({"centroids_KD": np.full((4, 64), np.nan, np.float32)}, "centroids_KD must be finite"),
         ({"assignments_N": np.array([0, 1, 2, 4])}, r"assignments_N must be in \[0, 4\)"),
         ({"domain_clusters": {"code": [7]}}, r"domain_clusters\['code'\] must be in \[0, 4\)"),
         ({"tau": 1.5}, r"tau must be in \[0, 1\], got 1.5"),

@@ -77,6 +77,7 @@ def test_router_sends_requests_of_a_domain_home(capture, artifact, tmp_path):
         (41, 0.1, "k=41 clusters need at least 41 requests, the capture has 40"),
         (0, 0.1, "k must be >= 1"),
         (4, 1.5, "tau in"),
+        (4, float("nan"), "tau in .* tau=nan"),
     ],
 )
 def test_refuses(capture, k, tau, message):
@@ -84,11 +85,40 @@ def test_refuses(capture, k, tau, message):
         fit(capture, k, tau=tau, show_progress=False)
 
 
-def test_zero_signatures_are_named(capture):
-    rows = np.zeros(5, dtype=np.int64)
-    same = dataclasses.replace(
-        capture, **{name: getattr(capture, name)[rows] for name in capture._ARRAYS}
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"seed": -1}, "seed >= 0 .* seed=-1"), ({"layers": "greedy"}, "layers must be one of")],
+)
+def test_refuses_options(capture, options, message):
+    with pytest.raises(ValueError, match=message):
+        fit(capture, 4, show_progress=False, **options)
+
+
+def rows_of(capture, rows):
+    return dataclasses.replace(
+        capture, **{name: getattr(capture, name)[np.array(rows)] for name in capture._ARRAYS}
     )
+
+
+def test_duplicates_are_refused_if_clusters_would_be_the_same(capture):
+    repeated = rows_of(capture, [0, 1, 2, 0, 1, 2, 0, 1])
+    with pytest.raises(ValueError, match="4 distinct signatures, the 8 requests have 3: capture"):
+        fit(repeated, 4, show_progress=False)
+    assert fit(repeated, 3, show_progress=False).k == 3
+
+
+def test_warns_if_prompts_say_nothing(capture, caplog):
+    constant = dataclasses.replace(
+        capture,
+        decode_counts_NLE=np.ones_like(capture.decode_counts_NLE),
+        decode_tokens_N=np.full(len(capture), 8, dtype=np.int32),
+    )
+    fit(constant, 2, show_progress=False)
+    assert "rho is 0.00: the prompts' experts say nothing about decode" in caplog.text
+
+
+def test_zero_signatures_are_named(capture):
+    same = rows_of(capture, [0, 0, 0, 0, 0])
     with pytest.raises(ValueError, match="5 of 5 requests have an all-zero signature, first 'requ"):
         fit(same, 2, show_progress=False)
 

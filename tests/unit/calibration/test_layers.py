@@ -94,3 +94,11 @@ def test_shapes_are_checked(capture):
         greedy_layer_selection(capture.prefill_counts_NLE, capture.decode_counts_NLE[:, :2])
     with pytest.raises(ValueError, match="N >= 2"):
         greedy_layer_selection(capture.prefill_counts_NLE[:1], capture.decode_counts_NLE[:1])
+
+
+def test_nan_is_named(capture):
+    values_NLE = capture.prefill_counts_NLE.astype(np.float32)
+    values_NLE[7, 2, 5] = np.nan
+    weights_LE = np.ones(values_NLE.shape[1:])
+    with pytest.raises(ValueError, match="got nan for request 7, layer 2, expert 5"):
+        greedy_layer_selection(values_NLE, capture.decode_counts_NLE, weights_LE=weights_LE)

@@ -65,3 +65,8 @@ def test_batch_equals_single(dtype):
 def test_transform_refuses(idf, mask, message):
     with pytest.raises(ValueError, match=message):
         SignatureTransform(idf, np.array(mask, dtype=np.int64))
+
+
+def test_idf_takes_counts_only():
+    with pytest.raises(ValueError, match="must be integers, got float64"):
+        compute_idf(np.full((2, 1, 3), np.nan))
