@@ -1,0 +1,1 @@
+"""A whole deployment on virtual time, with the routing objects of the live service."""

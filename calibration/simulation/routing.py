@@ -1,0 +1,243 @@
+"""The live router's core for requests that are drawn again and again from one pool.
+
+Axes: N requests of the pool, K decode replicas, C centroids, L MoE layers, E experts, D signature
+length, R rows of a refit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from calibration.artifact import Artifact
+from calibration.clustering import BalancedSphericalKMeans, SphericalKMeans
+from calibration.fit import cluster_activation, domain_clusters, fit
+from calibration.signature import Float32Array
+from calibration.simulation.config import RouterSection
+from calibration.simulation.workload import Workload
+from calibration.transforms import (
+    Binary,
+    Count,
+    CountIdf,
+    ExpertUse,
+    SignatureEstimator,
+    SqrtCount,
+)
+from router.core import NO_CENTROID, RoutingCore
+from router.policy import Policy, make_policy
+from router.refit import RefitJob, RefitReason, run_refit
+from router.types import IntArray, Selection
+
+RECENT_REQUESTS = 1024
+FIT_SEED = 1
+
+_ESTIMATORS: dict[str, type[SignatureEstimator]] = {
+    "count_idf": CountIdf,
+    "count": Count,
+    "sqrt_count": SqrtCount,
+    "binary": Binary,
+    "oracle": Count,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class FittedRouter:
+    """What routing knows of a workload.
+
+    Attributes:
+        artifact: IDF, mask and centroids, fitted on the calibration requests.
+        signatures_ND: signature of each served request; float32 (N, D).
+    """
+
+    artifact: Artifact
+    signatures_ND: Float32Array
+
+
+def fit_router(workload: Workload, k: int, signature: str, clustering: str) -> FittedRouter:
+    """Fit the artifact, and take the signatures of the served requests once.
+
+    `count_idf` with balanced clusters is `calibration.fit.fit` as it is. Other signatures replace
+    its transform and clusters; all select their layers greedily.
+
+    Args:
+        workload: calibration and served requests.
+        k: centroids, one a decode replica.
+        signature: one of `config.SIGNATURES`.
+        clustering: "balanced" or "vanilla".
+    """
+    artifact = fit(workload.capture, k, seed=FIT_SEED, show_progress=False)
+    fitted_use = ExpertUse.from_capture(workload.capture)
+    served_use = ExpertUse(
+        workload.counts_NLE,
+        workload.counts_NLE,
+        workload.prompt_tokens_N,
+        workload.domains_N,
+    )
+    if signature == "oracle":
+        fitted_use = replace(fitted_use, prefill_counts_NLE=fitted_use.decode_counts_NLE)
+        profile_NLE = np.rint(workload.activation_NLE * 1e4).astype(np.int64)
+        served_use = replace(served_use, prefill_counts_NLE=profile_NLE)
+    estimator = _ESTIMATORS[signature](layers="greedy", random_state=FIT_SEED).fit(fitted_use)
+    if (signature, clustering) != ("count_idf", "balanced"):
+        artifact = _refitted(artifact, estimator, fitted_use, clustering)
+    artifact = replace(artifact, domain_clusters=domain_homes(artifact))
+    return FittedRouter(artifact, estimator.transform(served_use))
+
+
+def domain_homes(artifact: Artifact) -> dict[str, list[int]]:
+    """Each cluster to the domain it holds most of, and at least one cluster to each domain.
+
+    The paper's baseline gives every decoder to some domain. The artifact's own map names the fewest
+    clusters with half of a domain's requests, which would leave replicas idle.
+    """
+    names, domain_N = np.unique(artifact.domains_N, return_inverse=True)
+    sizes_DK = np.zeros((len(names), artifact.k), dtype=np.int64)
+    np.add.at(sizes_DK, (domain_N, artifact.assignments_N), 1)
+    owner_K = sizes_DK.argmax(axis=0)
+    for domain in np.argsort(sizes_DK.sum(axis=1)):
+        if not (owner_K == domain).any():
+            is_spare_K = np.bincount(owner_K, minlength=len(names))[owner_K] > 1
+            if is_spare_K.any():
+                owner_K[np.where(is_spare_K, sizes_DK[domain], -1).argmax()] = domain
+    homes = {str(name): np.flatnonzero(owner_K == d).tolist() for d, name in enumerate(names)}
+    return {name: clusters for name, clusters in homes.items() if name and clusters}
+
+
+def _refitted(
+    artifact: Artifact, estimator: SignatureEstimator, use: ExpertUse, clustering: str
+) -> Artifact:
+    """The artifact with another signature or clustering."""
+    points_ND = estimator.transform(use)
+    kind = BalancedSphericalKMeans if clustering == "balanced" else SphericalKMeans
+    clusters = kind(artifact.k, random_state=artifact.seed).fit(points_ND)
+    transform = estimator.signature_
+    return replace(
+        artifact,
+        idf_LE=transform.idf_LE,
+        layer_mask=transform.layer_mask,
+        centroids_KD=clusters.cluster_centers_,
+        assignments_N=clusters.labels_,
+        reservoir_RD=points_ND[artifact.reservoir_rows_R],
+        cluster_activation_KLE=cluster_activation(
+            use.decode_counts_NLE,
+            use.decode_tokens_N.astype(np.int32),
+            clusters.labels_,
+            artifact.k,
+        ),
+        domain_clusters=domain_clusters(use.domains_N, clusters.labels_),
+    )
+
+
+class PooledCore(RoutingCore):
+    """`RoutingCore` that looks scores up: a pool's requests have the same ones each time.
+
+    Policy, loads, ramp, ledger and counters are the base class's; a test holds that it chooses as
+    the base class does. Nothing is offered to the reservoir: refits take recent requests.
+
+    Args:
+        settings: policy parameters.
+        policy: name of the policy.
+        router: artifact and signatures.
+        seed: seed of the policy's draws.
+    """
+
+    def __init__(
+        self, settings: RouterSection, policy: str, router: FittedRouter, seed: int
+    ) -> None:
+        self._settings, self._policy_name, self._seed = settings, policy, seed
+        self._signatures_ND = router.signatures_ND
+        self._scores_NK: Float32Array | None = None
+        self._recent: deque[int] = deque(maxlen=RECENT_REQUESTS)
+        self.num_refits = 0
+        super().__init__(self._make_policy({}), router.artifact, seed, ramp_s=settings.ramp_s)
+
+    def select_row(self, request_id: str, row: int, domain: str, now: float) -> Selection:
+        """`select` for request `row` of the pool."""
+        scores_K = None
+        if self.policy.needs_scores:
+            if self._scores_NK is None:
+                self._scores_NK = self._look_up()
+            scores_K = self._scores_NK[row]
+            self._recent.append(row)
+        self._allowed(())  # raises NoReplica where the base class does
+        loads_K = self._ramped(self.loads(now), now)
+        return self._place(request_id, scores_K, None, loads_K, domain, None, now)
+
+    def loads(self, now: float) -> IntArray:
+        """See `RoutingCore.loads`; here no engine reports requests of others."""
+        return self.ledger.loads(self._ids)
+
+    def change_pool(self, replica_ids: Sequence[str], now: float | None) -> list[str]:
+        """`set_replicas`, and what the router service does with it.
+
+        Args:
+            replica_ids: the new pool.
+            now: seconds; None for the first pool, whose replicas do not ramp up.
+
+        Returns:
+            Requests whose reservations went with a removed replica.
+        """
+        dropped = self.set_replicas(replica_ids, joined_at=now)
+        if now is not None and self._settings.refit and replica_ids:
+            self.refit(RefitReason.POOL)
+        elif self.policy.name == "domain":
+            self.policy = self._make_policy(self.assignment)
+        return dropped
+
+    def refit(self, reason: RefitReason) -> None:
+        """Fit the centroids on recent requests, or on calibration ones while those are few."""
+        if not self.policy.needs_scores:
+            return
+        assert self.artifact is not None
+        rows: list[Float32Array] = [self._signatures_ND[row] for row in self._recent]
+        if len(rows) < RECENT_REQUESTS // 4:
+            rows += list(self.artifact.reservoir_RD)
+        ids = self.replica_ids
+        owned = [NO_CENTROID if (c := self.assignment[i]) is None else c for i in ids]
+        result = run_refit(
+            RefitJob(
+                reason=reason,
+                replica_ids=tuple(ids),
+                owned_K=np.array(owned, dtype=np.int64),
+                centroids_CD=self.centroids_CD,
+                rows=rows,
+                seed=self._seed,
+                min_gain=0.01,
+                space="simulation",
+            )
+        )
+        if result.is_accepted:
+            self.num_refits += 1
+            self.set_centroids(result.centroids_KD, {i: k for k, i in enumerate(ids)})
+
+    def _look_up(self) -> Float32Array:
+        """Score of each request with each replica's centroid, NaN without one; (N, K)."""
+        scores_NC = self._signatures_ND @ self.centroids_CD.T
+        none_N1 = np.full((len(scores_NC), 1), np.nan, dtype=np.float32)
+        scores_NK: Float32Array = np.concatenate([scores_NC, none_N1], axis=1)[:, self._centroid_K]
+        return scores_NK
+
+    def _lay_out(self, *args: Any, **kwargs: Any) -> None:
+        self._scores_NK = None
+        super()._lay_out(*args, **kwargs)
+
+    def _make_policy(self, assignment: Mapping[str, int | None]) -> Policy:
+        """As the router service makes it: the domain oracle learns which replica has a cluster."""
+        settings = self._settings
+        by_centroid = {c: k for k, c in enumerate(assignment.values()) if c is not None}
+        clusters = self.artifact.domain_clusters if assignment and self.artifact else {}
+        replicas = {
+            domain: [by_centroid[c] for c in ids if c in by_centroid]
+            for domain, ids in clusters.items()
+        }
+        return make_policy(
+            self._policy_name,
+            tau=settings.tau,
+            lambda_=settings.lambda_,
+            seed=self._seed,
+            domain_replicas={domain: ks for domain, ks in replicas.items() if ks},
+        )
