@@ -130,7 +130,7 @@ class Totals:
     @property
     def hit(self) -> float:
         """1 - D / A: the share of accesses that found their expert resident."""
-        return 1 - self.demand / self.accesses if self.accesses else float("nan")
+        return (self.accesses - self.demand) / self.accesses if self.accesses else float("nan")
 
     @property
     def adj_hit(self) -> float:
