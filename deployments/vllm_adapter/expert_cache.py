@@ -10,6 +10,7 @@ itself, this file can go.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 
 from app.model_facts import model_facts
@@ -112,22 +114,16 @@ class InstalledCache:
         self.num_experts: int = runners[0].routed_experts.w13_weight.shape[0]
         self._top_k: int = runners[0].moe_config.experts_per_token
         fingerprint = model_fingerprint(vllm_config)
-        hidden_size = int(runners[0].moe_config.hidden_dim)
-        scores = Scores()
+        self._scores = Scores()
         if settings.score_file is not None:
-            scores = load_scores(
-                Path(settings.score_file), fingerprint, len(runners), self.num_experts, hidden_size
+            self._scores = load_scores(
+                Path(settings.score_file),
+                fingerprint,
+                len(runners),
+                self.num_experts,
+                int(runners[0].moe_config.hidden_dim),
             )
-        name = "given" if settings.policy in _SCORED_BY_GATE else settings.policy
-        self._retention = make_retention(
-            name,
-            len(runners),
-            self.num_experts,
-            lambda_=settings.lrfu_lambda,
-            hotness_RE=scores.hotness_LE,
-        )
-        self._scoring = _gate_scores(settings.policy, runners, scores, self._device)
-        cache = self._make_cache(settings.capacity(self.num_experts), settings.budget)
+        cache, scoring = self._make_policy(settings)
         self.full_bytes = sum(t.nbytes for r in runners for t in _weights(r).values())
         self.expert_bytes = self.full_bytes // (len(runners) * self.num_experts)
         self._source = (
@@ -142,25 +138,41 @@ class InstalledCache:
             copier,
             exact_tokens=settings.exact_tokens,
             reads_source=self._device.type == "cpu",
-            scoring=self._scoring,
+            scoring=scoring,
         )
         for layer, runner in enumerate(runners):
-            _wrap(self.runtime, layer, runner, keep_logits=self._scoring is not None)
+            _wrap(self.runtime, layer, runner)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of expert weights on the device."""
         return sum(t.nbytes for r in self._runners for t in _weights(r).values())
 
-    def _make_cache(self, capacity: int, budget: int) -> ExpertCache:
-        return ExpertCache(
-            len(self._runners),
+    def _make_policy(self, settings: CacheSettings) -> tuple[ExpertCache, GateScores | None]:
+        """Empty cache and scores of these settings. Raises ValueError: they do not fit."""
+        num_layers, scored = len(self._runners), settings.policy in _SCORED_BY_GATE
+        if settings.budget and settings.policy != "spatio":
+            raise ValueError(
+                f"policy {settings.policy} loads nothing ahead: budget must be 0, got "
+                f"{settings.budget}; take policy spatio"
+            )
+        retention = make_retention(
+            "given" if scored else settings.policy,
+            num_layers,
             self.num_experts,
-            capacity,
-            self._top_k,
-            self._retention,
-            budget=budget,
+            lambda_=settings.lrfu_lambda,
+            hotness_RE=self._scores.hotness_LE,
         )
+        cache = ExpertCache(
+            num_layers,
+            self.num_experts,
+            settings.capacity(self.num_experts),
+            self._top_k,
+            retention,
+            budget=settings.budget,
+        )
+        scoring = _gate_scores(settings.policy, self._runners, self._scores, self._device)
+        return cache, scoring
 
     def _allocate(self, capacity: int) -> list[LayerWeights]:
         """Replace each layer's weights by empty slots."""
@@ -180,26 +192,27 @@ class InstalledCache:
             layers.append(LayerWeights(source, slots))
         return layers
 
-    def configure(self, capacity: int | None = None, budget: int | None = None) -> None:
-        """Change B or R; another B starts with empty slots.
+    def configure(self, **changes: Any) -> None:
+        """Change settings between two steps; another policy or B starts with empty slots.
+
+        Args:
+            changes: fields of `CacheSettings`: slots, budget, policy, lrfu_lambda.
 
         Raises:
-            ValueError: a value is outside its range; nothing was changed.
+            ValueError: they do not fit; nothing was changed.
         """
         runtime = self.runtime
-        new_capacity = runtime.cache.capacity if capacity is None else capacity
-        new_budget = runtime.cache.budget if budget is None else budget
-        if new_budget and self.settings.policy != "spatio":
-            raise ValueError(
-                f"policy {self.settings.policy} loads nothing ahead: budget must be 0, got "
-                f"{new_budget}; take policy spatio"
-            )
-        cache = self._make_cache(new_capacity, new_budget)
-        if new_capacity == runtime.cache.capacity:
-            runtime.cache.budget = new_budget
+        settings = dataclasses.replace(self.settings, **changes)
+        cache, scoring = self._make_policy(settings)
+        self.settings = settings
+        if set(changes) <= {"budget"}:
+            runtime.cache.budget = cache.budget
             return
         cache.ledger = runtime.cache.ledger
-        runtime.replace(cache, lambda: self._allocate(new_capacity))
+        if cache.capacity == runtime.cache.capacity:
+            runtime.replace(cache, scoring)
+            return
+        runtime.replace(cache, scoring, lambda: self._allocate(cache.capacity))
         _return_free_memory()
 
     def stats(self) -> dict[str, Any]:
@@ -215,6 +228,7 @@ class InstalledCache:
             "top_k": self._top_k,
             "expert_bytes": self.expert_bytes,
             "slot_bytes": self.slot_bytes,
+            "rss_bytes": psutil.Process().memory_info().rss,
             "full_bytes": self.full_bytes,
             "steps": counts.steps,
             "tokens": counts.tokens,
@@ -306,7 +320,7 @@ def _as_tensor(data_EN: np.ndarray[Any, np.dtype[np.uint8]], like: torch.Tensor)
     return flat.view(like.dtype).reshape(like.shape)
 
 
-def _wrap(runtime: SlotRuntime, layer: int, runner: Any, *, keep_logits: bool) -> None:
+def _wrap(runtime: SlotRuntime, layer: int, runner: Any) -> None:
     """Send one layer's kernel calls through the runtime. A function of its own for its closures."""
     fused = runner._quant_method.moe_kernel.impl.fused_experts
     original: Callable[..., Any] = fused.apply
@@ -334,8 +348,6 @@ def _wrap(runtime: SlotRuntime, layer: int, runner: Any, *, keep_logits: bool) -
         runtime.run(layer, kernel, output, hidden_states, topk_weights, topk_ids, kept[0])
 
     fused.apply = apply
-    if not keep_logits:
-        return
     select = runner.router.select_experts
 
     def select_experts(

@@ -241,12 +241,19 @@ class SlotRuntime:
             self.cache.reset()
             raise
 
-    def replace(self, cache: ExpertCache, allocate: Callable[[], Sequence[LayerWeights]]) -> None:
-        """Go on with another cache and its empty slots; the old ones are freed first."""
+    def replace(
+        self,
+        cache: ExpertCache,
+        scoring: Scoring | None,
+        allocate: Callable[[], Sequence[LayerWeights]] | None = None,
+    ) -> None:
+        """Go on with another, empty cache; with other slots, the old ones are freed first."""
         for layer in range(len(self.layers)):
             self._copier.finish(layer)
-        self.layers = ()
-        self.cache, self.layers = cache, allocate()
+        self.cache, self._scoring = cache, scoring
+        if allocate is not None:
+            self.layers = ()
+            self.layers = allocate()
 
     def _run_whole(
         self,

@@ -30,8 +30,8 @@ class EldrWorkerExtension:
         installed = cache_of(self.vllm_config)  # type: ignore[attr-defined]
         return None if installed is None else installed.stats()
 
-    def eldr_cache_configure(self, slots: int | None, budget: int | None) -> dict[str, Any]:
-        """Change slots and budget of the expert cache between two steps; None leaves a value.
+    def eldr_cache_configure(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change settings of the expert cache between two steps (`InstalledCache.configure`).
 
         Returns:
             The statistics, with the new values; {"error": text} when the values are refused.
@@ -40,7 +40,7 @@ class EldrWorkerExtension:
         if installed is None:
             return {"error": "this engine has no expert cache: set cache.enabled to true"}
         try:
-            installed.configure(slots, budget)
-        except ValueError as err:
+            installed.configure(**changes)
+        except (TypeError, ValueError) as err:
             return {"error": str(err)}
         return installed.stats()
