@@ -30,6 +30,30 @@ def add_cli(subparsers: Any) -> None:
     parser = subparsers.add_parser("router", help="time of one routing decision")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--policy", default="band", help="routing policy (default band)")
+    parser.add_argument(
+        "--actor",
+        action="store_true",
+        help="decisions per second through the router actor, asked by processes of their own",
+    )
+    parser.add_argument(
+        "--callers", type=int, default=2, help="with --actor: calling processes (default 2)"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=32,
+        help="with --actor: requests that each process has under way (default 32)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="with --actor: time measured (default 5)"
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        nargs="+",
+        default=[16, 1024],
+        help="with --actor: decode replicas (default 16 1024)",
+    )
     parser.set_defaults(func=_command)
 
 
@@ -52,6 +76,10 @@ def measure(policy: str = "band", decisions: dict[int, int] | None = None) -> di
 
 
 def _command(args: argparse.Namespace) -> int:
+    if args.actor:
+        from bench import router_actor
+
+        return router_actor.command(args)
     report = measure(args.policy)
     if args.json:
         print(json.dumps(report))
@@ -65,9 +93,9 @@ def _command(args: argparse.Namespace) -> int:
 
 def _decision_us(policy: str, k: int, repeats: int) -> dict[str, float]:
     rng = np.random.default_rng(1)
-    core = RoutingCore(make_policy(policy, seed=1), _artifact(k, rng), seed=1)
+    core = RoutingCore(make_policy(policy, seed=1), bench_artifact(k, rng), seed=1)
     core.set_replicas([f"decode-{i}" for i in range(k)])
-    prompts = [_counts(rng) for _ in range(NUM_PROMPTS)]
+    prompts = [bench_counts(rng) for _ in range(NUM_PROMPTS)]
     for i in range(k * LOAD_PER_REPLICA):
         core.ledger.reserve(f"standing-{i}", f"decode-{rng.integers(k)}", 0.0)
     times_s = []
@@ -81,7 +109,7 @@ def _decision_us(policy: str, k: int, repeats: int) -> dict[str, float]:
     return {"p50": round(float(p50), 1), "p99": round(float(p99), 1)}
 
 
-def _artifact(k: int, rng: np.random.Generator) -> Artifact:
+def bench_artifact(k: int, rng: np.random.Generator) -> Artifact:
     """Random centroids: the time does not depend on their values."""
     length = NUM_LAYERS * NUM_EXPERTS
     centroids_KD = rng.random((k, length), dtype=np.float32)
@@ -117,7 +145,7 @@ def _artifact(k: int, rng: np.random.Generator) -> Artifact:
     )
 
 
-def _counts(rng: np.random.Generator) -> CountArray:
+def bench_counts(rng: np.random.Generator) -> CountArray:
     """Counts of one prompt, uint16 (L, E); every layer sums to tokens * top_k."""
     taste_LE = rng.gamma(0.3, size=(NUM_LAYERS, NUM_EXPERTS))
     taste_LE /= taste_LE.sum(axis=1, keepdims=True)

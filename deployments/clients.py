@@ -7,8 +7,9 @@ import base64
 import binascii
 import json
 import logging
+import random
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,8 @@ from app.pd_flow import DecodeStream, Handoff, PdRequest, Placement, ReplicaDied
 from app.prefill_request import decode_body, prefill_body, rendered_output_fields
 from deployments.gate import INTERNAL_KEY_HEADER
 from router.actor import create_router, forget_handle, router_handle
-from router.prefix import PREFIX_BYTES, PrefixRing
-from router.service import RouterSettings
+from router.prefix import PREFIX_BYTES, PrefixRing, hash64
+from router.service import RouterSettings, WireRequest
 from router.types import FallbackReason
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 VIEW_INTERVAL_S = 2.0
 RELEASE_INTERVAL_S = 0.02  # a burst's end is one call to the router, not one for each request
 CONNECT_TIMEOUT_S = 5.0
+MAX_CALLS = 4  # single selections on their way to the router before others wait for each other
+MAX_BATCH = 64
+MAX_PART_BYTES = 64_000  # Ray takes a detour with arguments above 100 KB
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 
@@ -163,10 +167,28 @@ class RouterClient:
 
     Owned by one ingress replica's event loop. Own in-flight counts are kept in any case, so that a
     fall-back starts from the truth.
+
+    A selection is a call of its own, sent at once, while few are on their way. Beyond MAX_CALLS
+    they gather until one comes back, and go as one call; from then on one such batch is under way
+    at a time, with all that has gathered since the last, until nobody waits any more. So few
+    requests wait for nobody, and many cost the router little more than their decisions.
+
+    Args:
+        app_name: application whose router to ask.
+        settings: given to the router at the start.
+        timeout_s: longest wait for an answer.
+        seed: order in which equally loaded replicas are taken while the router is away; None draws
+            one, so that several ingress replicas do not all begin with the same.
     """
 
-    def __init__(self, app_name: str, settings: RouterSettings, timeout_s: float) -> None:
+    def __init__(
+        self, app_name: str, settings: RouterSettings, timeout_s: float, seed: int | None = None
+    ) -> None:
         self._app_name, self._settings, self._timeout_s = app_name, settings, timeout_s
+        self._salt = random.getrandbits(64) if seed is None else seed
+        self._num_calls = 0
+        self._is_batching = False
+        self._waiting: list[tuple[WireRequest, asyncio.Future[dict[str, Any]]]] = []
         self._version = -1
         self._replicas: dict[str, dict[str, str]] = {"prefill": {}, "decode": {}}
         self._own: dict[str, str] = {}  # request id -> replica id
@@ -204,26 +226,18 @@ class RouterClient:
     ) -> Placement:
         counts = handoff.counts if handoff is not None else None
         tokens = handoff.prompt_tokens if handoff is not None else None
-        released, self._released = self._released, []
+        wire = (request.request_id, counts, tokens, request.domain, exclude)
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await router_handle(self._app_name).select.remote(
-                    request.request_id,
-                    counts,
-                    tokens,
-                    request.domain,
-                    exclude,
-                    self._version,
-                    released,
-                )
+                answer = await self._ask(wire)
         except (RayError, TimeoutError, ValueError) as err:
-            self._released += released  # a slow router would keep them until they expire
             return self._select_alone(request, exclude, err)
+        except asyncio.CancelledError:
+            self._release(request.request_id)  # the router may have reserved, or be about to
+            raise
         self._note_back()
         if (text := answer.get("error")) is not None:
             raise NoDecodeReplica(text)
-        if "view" in answer:
-            self._take_view(answer["view"])
         self._own[request.request_id] = answer["replica_id"]
         return Placement(
             answer["replica_id"],
@@ -233,9 +247,69 @@ class RouterClient:
             answer["fallback"],
         )
 
+    async def _ask(self, wire: WireRequest) -> dict[str, Any]:
+        """The router's answer; raises what the call to it raises."""
+        if self._is_batching or self._num_calls >= MAX_CALLS:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append((wire, future))
+            answer: dict[str, Any] = await future
+            return answer
+        self._num_calls += 1
+        released, self._released = self._released, []
+        try:
+            answer = await router_handle(self._app_name).select.remote(
+                *wire, self._version, released
+            )
+        except BaseException:
+            self._released += released  # a slow router would keep them until they expire
+            raise
+        finally:
+            self._num_calls -= 1
+            if self._waiting and not self._is_batching:
+                self._is_batching = True
+                self._in_background(self._ask_for_all())
+        if "view" in answer:
+            self._take_view(answer["view"])
+        return answer
+
+    async def _ask_for_all(self) -> None:
+        """Ask for those that wait, and those that come to wait meanwhile, batch by batch."""
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+                await self._ask_many([item for item in batch if not item[1].done()])
+        finally:
+            self._is_batching = False
+
+    async def _ask_many(
+        self, batch: Sequence[tuple[WireRequest, asyncio.Future[dict[str, Any]]]]
+    ) -> None:
+        if not batch:
+            return  # all of them gave up
+        released, self._released = self._released, []
+        parts = in_parts([wire for wire, _ in batch], MAX_PART_BYTES)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await router_handle(self._app_name).select_many.remote(
+                    self._version, released, *parts
+                )
+        except (RayError, TimeoutError, ValueError) as err:
+            self._released += released
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(err)
+        else:
+            if "view" in answer:
+                self._take_view(answer["view"])
+            for (_, future), one in zip(batch, answer["answers"], strict=True):
+                if not future.done():
+                    future.set_result(one)
+
     def release(self, request_id: str) -> None:
-        if self._own.pop(request_id, None) is None:
-            return
+        if self._own.pop(request_id, None) is not None:
+            self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
         self._released.append(request_id)
         if self._flushing is None:
             loop = asyncio.get_running_loop()
@@ -265,7 +339,7 @@ class RouterClient:
         if not candidates:
             raise NoDecodeReplica("no decode replica is known and the router does not answer")
         loads = Counter(self._own.values())
-        replica_id = min(candidates, key=lambda i: (loads[i], i))
+        replica_id = min(candidates, key=lambda i: (loads[i], hash64(f"{self._salt}/{i}".encode())))
         self._own[request.request_id] = replica_id
         url = candidates[replica_id]
         assert url is not None
@@ -293,7 +367,10 @@ class RouterClient:
             except (RayError, ValueError):
                 logger.debug("router is away: %s not delivered", method)
 
-        task = asyncio.create_task(call())
+        self._in_background(call())
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -309,6 +386,20 @@ class RouterClient:
             except (RayError, ValueError) as err:
                 logger.warning("router does not answer: %r", err)
             await asyncio.sleep(VIEW_INTERVAL_S)
+
+
+def in_parts(requests: Sequence[WireRequest], max_bytes: int) -> list[list[WireRequest]]:
+    """Cut a batch into parts of at most `max_bytes` of counts, or of one request."""
+    parts: list[list[WireRequest]] = [[]]
+    size = 0
+    for request in requests:
+        num_bytes = len(request[1] or b"")
+        if parts[-1] and size + num_bytes > max_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(request)
+        size += num_bytes
+    return parts
 
 
 class HttpStream:

@@ -3,21 +3,24 @@
 After a crash Ray starts it again; it loads the artifact and gets replicas, loads and centroids back
 from the next heartbeats (within a second). Until then callers choose by least load themselves.
 
-Refits run on a thread of their own, started by heartbeats: these come at least once a second.
+Not an asyncio actor: no method waits for anything, and a call through an event loop of the actor
+takes a third longer. Calls of one process are served in the order sent, so a release never
+overtakes its selection. Refits run on a thread of their own; heartbeats, which come at least once a
+second, start them and take their results.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
 
-from router.refit import RefitJob, run_refit
+from router.refit import RefitJob, RefitResult, run_refit
 from router.service import RouterService, RouterSettings, WireRequest
 
 logger = logging.getLogger(__name__)
@@ -36,12 +39,13 @@ class RouterActor:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._service = RouterService(settings, time.monotonic)
-        self._refit: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
+        self._refit: tuple[RefitJob, Future[RefitResult]] | None = None
 
-    async def configure(self, settings: RouterSettings) -> bool:
+    def configure(self, settings: RouterSettings) -> bool:
         return self._service.configure(settings)
 
-    async def heartbeat(
+    def heartbeat(
         self,
         role: str,
         replica_id: str,
@@ -50,29 +54,34 @@ class RouterActor:
         centroid: int | None,
         home_tag: str | None,
     ) -> dict[str, Any]:
-        answer = self._service.heartbeat(role, replica_id, url, load, centroid, home_tag)
-        if (job := self._service.next_refit()) is not None:
-            self._refit = asyncio.create_task(self._run_refit(job))
-        return answer
+        self._refit_step()
+        return self._service.heartbeat(role, replica_id, url, load, centroid, home_tag)
 
-    async def restore_home(self, replica_id: str, home: bytes) -> bool:
+    def restore_home(self, replica_id: str, home: bytes) -> bool:
         return self._service.restore_home(replica_id, home)
 
-    async def _run_refit(self, job: RefitJob) -> None:
-        result = None
-        try:
-            result = await asyncio.to_thread(run_refit, job)
-        except Exception:
-            logger.exception("refit for %s failed: the centroids in use stay", job.reason)
-        self._service.finish_refit(job, result)
+    def _refit_step(self) -> None:
+        """Take the result of a refit that has ended, or start one that is due."""
+        if self._refit is None:
+            if (job := self._service.next_refit()) is not None:
+                self._refit = job, self._thread.submit(run_refit, job)
+            return
+        job, future = self._refit
+        if not future.done():
+            return
+        self._refit = None
+        error = future.exception()
+        if error is not None:
+            logger.error("refit for %s failed: the centroids stay", job.reason, exc_info=error)
+        self._service.finish_refit(job, future.result() if error is None else None)
 
-    async def deregister(self, replica_id: str) -> None:
+    def deregister(self, replica_id: str) -> None:
         self._service.deregister(replica_id)
 
-    async def suspect(self, replica_id: str) -> None:
+    def suspect(self, replica_id: str) -> None:
         self._service.suspect(replica_id)
 
-    async def select(
+    def select(
         self,
         request_id: str,
         counts: bytes | None,
@@ -86,21 +95,21 @@ class RouterActor:
             request_id, counts, prompt_tokens, domain, exclude, known_version, released
         )
 
-    async def select_many(
+    def select_many(
         self, known_version: int, released: Sequence[str], *parts: Sequence[WireRequest]
     ) -> dict[str, Any]:
         # In parts, because Ray puts an argument above 100 KB into its object store: a detour.
         requests = [request for part in parts for request in part]
         return self._service.select_many(requests, known_version, released)
 
-    async def release(self, request_ids: Sequence[str]) -> None:
+    def release(self, request_ids: Sequence[str]) -> None:
         self._service.release(request_ids)
 
-    async def view(self) -> dict[str, Any]:
+    def view(self) -> dict[str, Any]:
         self._service.tick()
         return self._service.view()
 
-    async def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         return {**self._service.stats(), "pid": os.getpid()}
 
 

@@ -119,6 +119,18 @@ class RoutingCore:
             for replica_id, centroid in zip(self._ids, self._centroid_K.tolist(), strict=True)
         }
 
+    def centroid_of(self, replica_id: str) -> int | None:
+        """Centroid of one replica; None for one without, or one that is not in the pool."""
+        k = self._index.get(replica_id)
+        centroid = NO_CENTROID if k is None else int(self._centroid_K[k])
+        return None if centroid == NO_CENTROID else centroid
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether every replica has a centroid and every centroid a replica."""
+        num_centroids = len(self._centroids_CD)
+        return len(self._ids) == num_centroids and NO_CENTROID not in self._centroid_K
+
     def set_replicas(
         self,
         replica_ids: Sequence[str],

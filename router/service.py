@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_TIMEOUT_S = 5.0
 _EXPIRE_EVERY_S = 5.0
 _RESTORE_EVERY_S = 0.1
+_LOOK_EVERY_S = 0.5
 _NORM_TOLERANCE = 1e-3
 
 
@@ -84,6 +85,7 @@ class RouterService:
     _space: str = field(init=False)
     _planner: RefitPlanner = field(init=False)
     _refit_counters: Counter[str] = field(init=False, default_factory=Counter)
+    _next_look: float = field(init=False, default=0.0)
     _refitting: RefitJob | None = field(init=False, default=None)
     _moved_share: float | None = field(init=False, default=None)
     _tags: tuple[str, ...] = field(init=False, default=())
@@ -347,11 +349,12 @@ class RouterService:
 
         Every job must end in `finish_refit`.
         """
-        ids = self.core.replica_ids
-        if self._refitting is not None or not ids or not self._takes_refits():
-            return None
         now = self.clock()
-        reason = self._reason(now, len(ids))
+        if self._refitting is not None or now < self._next_look or not self._takes_refits():
+            return None
+        self._next_look = now + _LOOK_EVERY_S
+        ids = self.core.replica_ids
+        reason = self._reason(now, len(ids)) if ids else None
         if reason is None:
             return None
         rows = self.core.reservoir(now)
@@ -414,9 +417,7 @@ class RouterService:
         )
 
     def _reason(self, now: float, num_replicas: int) -> RefitReason | None:
-        assignment = self.core.assignment
-        num_centroids = len(self.core.centroids_CD)
-        is_paired = num_centroids == num_replicas and None not in assignment.values()
+        is_paired = self.core.is_paired
         reason = self._planner.due(now, is_paired)
         if reason is not None or not is_paired:
             return reason
@@ -453,7 +454,7 @@ class RouterService:
         return {}
 
     def _home_of(self, replica_id: str, home_tag: str | None) -> dict[str, Any]:
-        centroid = self.core.assignment.get(replica_id)
+        centroid = self.core.centroid_of(replica_id)
         answer: dict[str, Any] = {"centroid": centroid}
         if replica_id in self._awaited:
             return {**answer, "send_home": True}
