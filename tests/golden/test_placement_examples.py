@@ -34,7 +34,8 @@ def test_example_of_eplbs_readme():
 
 
 def test_eplb_without_groups():
-    # One spare slot goes to expert 0 (9): copies of 4.5. Heaviest first: 5 | 4.5 4.5 | 1.
+    # The spare slot goes to expert 0, now two copies of 4.5. Heaviest first: 5, then both copies
+    # to the other rank, which is full, then 1: EPLB may put two copies into one rank.
     placed_LP = eplb(np.array([[9.0, 5.0, 1.0]]), 4, 2)
     assert placed_LP.tolist() == [[1, 2, 0, 0]]
 
