@@ -1,6 +1,6 @@
 """Active experts on the fullest EP rank, by placement, on recorded traces of real models.
 
-    python -m bench.placement [--json]
+    python -m bench.placement [--migration] [--json]
 
 Half of a trace's requests, drawn by seed, are clustered by signature as ELDR does; each cluster
 stands for one decode replica and gets placements fitted to its tokens. Steps of `--batch` tokens
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,9 @@ from cachemgr.activity import (
     token_activity,
 )
 from cachemgr.eplb import eplb, linear, round_robin
+from cachemgr.migration import MigrationCost, relabel, replan
 from cachemgr.placement import place
-from cachemgr.placement_plan import IntArray, copies, slot_ranks
+from cachemgr.placement_plan import IntArray, copies, num_moves, slot_ranks
 from calibration.clustering import BalancedSphericalKMeans
 from calibration.signature import SignatureTransform, compute_idf
 from calibration.traces import IdArray, RoutingTrace, expert_counts, load_trace
@@ -40,6 +42,9 @@ from calibration.traces import IdArray, RoutingTrace, expert_counts, load_trace
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 KNUTH = 2654435769  # vLLM's hash of a token's place in the batch, which chooses among copies
 FLOOR = "floor"
+# One expert over a 50 GB/s link, in reads of one expert from memory of 3.35 TB/s: H200, 400 Gb/s.
+MOVE_PRICE = 67.0
+HORIZONS_STEPS = (300, 3000, 30_000)
 
 
 def load_model(name: str, folder: Path = TRACES) -> RoutingTrace:
@@ -140,6 +145,62 @@ def measure(
     return {name: mean(values) for name, values in results.items()}
 
 
+def measure_migration(
+    trace: RoutingTrace,
+    num_ranks: int,
+    *,
+    seed: int,
+    batch: int = 16,
+    num_clusters: int = 4,
+    num_steps: int = 1000,
+) -> dict[str, tuple[float, float]]:
+    """Moves, and active experts on the fullest rank of held-out steps, by way of planning anew.
+
+    Twice: from the linear placement, and from one fitted to half of the cluster's requests when the
+    other half is seen, where nothing has changed but the sample. A move costs `MOVE_PRICE`.
+
+    Returns:
+        Name to (experts moved per layer, mean active experts).
+    """
+    rng = np.random.default_rng(seed)
+    results: dict[str, list[tuple[float, float]]] = {}
+    for fitted, held_out, _ in _replicas(trace, num_clusters, seed):
+        steps_MbLk = draw_steps(held_out, batch, num_steps, rng)
+        halves = np.split(rng.permutation(len(fitted)), [len(fitted) // 2])
+        earlier, later = (fitted.subset(half) for half in halves)
+        joint_LEE = token_activity(later.ids_TLk, trace.num_experts, batch)
+        fresh_LP = place(joint_LEE, num_ranks)
+        by_tokens_LP = eplb(
+            expert_counts(later.ids_TLk, trace.num_experts), trace.num_experts, num_ranks
+        )
+        starts = {
+            "from linear": linear(trace.num_layers, trace.num_experts, num_ranks),
+            "same traffic": place(
+                token_activity(earlier.ids_TLk, trace.num_experts, batch), num_ranks
+            ),
+        }
+        for start, old_LP in starts.items():
+            ways = {
+                "stay": old_LP,
+                "EPLB": by_tokens_LP,
+                "fresh": fresh_LP,
+                "fresh, relabelled": relabel(old_LP, fresh_LP, num_ranks),
+            }
+            for steps in HORIZONS_STEPS:
+                cost = MigrationCost(1.0, MOVE_PRICE, steps)
+                outcome = replan(old_LP, joint_LEE, num_ranks, cost)
+                ways[f"replan, {steps} steps"] = outcome.physical_to_logical_LP
+            for way, placement_LP in ways.items():
+                active_MLR = active_per_rank(steps_MbLk, placement_LP, num_ranks)
+                moves = float(num_moves(old_LP, placement_LP, num_ranks).mean())
+                fullest = float(active_MLR.max(axis=2).mean())
+                results.setdefault(f"{start}: {way}", []).append((moves, fullest))
+    return {
+        name: (mean(moves for moves, _ in values), mean(fullest for _, fullest in values))
+        for name, values in results.items()
+    }
+
+
 def _replicas(
     trace: RoutingTrace, num_clusters: int, seed: int
 ) -> Iterator[tuple[RoutingTrace, RoutingTrace, RoutingTrace]]:
@@ -193,7 +254,11 @@ def _placements(
 
 def main() -> None:
     """Print the tables of README.md."""
-    parser = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.placement",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder of the traces")
     parser.add_argument("--models", nargs="+", default=["gptoss", "deepseek"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
@@ -201,42 +266,53 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--spare", type=int, default=0, help="slots beyond the experts")
     parser.add_argument("--dispatch", choices=["split", "single"], default="split")
+    parser.add_argument("--migration", action="store_true", help="count moves instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
-    report = {}
     cells = [(model, ranks) for model in args.models for ranks in args.ranks]
+    report: dict[str, list[dict[str, Any]]] = {}
     progress = tqdm(total=len(cells) * args.seeds, unit="fit")
     for model, ranks in cells:
         trace = load_model(model, args.traces)
-        rounds = []
+        rounds: list[dict[str, Any]] = []
         for seed in range(args.seeds):
-            rounds.append(
-                measure(
-                    trace,
-                    ranks,
-                    seed=seed,
-                    batch=args.batch,
-                    num_spare=args.spare,
-                    dispatch=args.dispatch,
+            if args.migration:
+                rounds.append(measure_migration(trace, ranks, seed=seed, batch=args.batch))
+            else:
+                rounds.append(
+                    measure(
+                        trace,
+                        ranks,
+                        seed=seed,
+                        batch=args.batch,
+                        num_spare=args.spare,
+                        dispatch=args.dispatch,
+                    )
                 )
-            )
             progress.update()
-        report[f"{model}, {ranks} ranks"] = {
-            name: [each[name] for each in rounds] for name in rounds[0]
-        }
+        report[f"{model}, {ranks} ranks"] = rounds
     progress.close()
-    print(json.dumps(report) if args.json else "\n\n".join(_tables(report)))
+    if args.json:
+        print(json.dumps(report))
+        return
+    show = _migration_table if args.migration else _table
+    print("\n\n".join(show(cell, rounds) for cell, rounds in report.items()))
 
 
-def _tables(report: dict[str, dict[str, list[float]]]) -> Iterator[str]:
-    for cell, results in report.items():
-        rows = [(cell, "active, fullest rank", "against linear %")]
-        for name, values in results.items():
-            change = Spread.of(
-                [100 * (a / b - 1) for a, b in zip(values, results["linear"], strict=True)]
-            )
-            rows.append((name, Spread.of(values).text(3), change.text(2)))
-        yield table(rows)
+def _table(cell: str, rounds: Sequence[dict[str, float]]) -> str:
+    rows = [(cell, "active, fullest rank", "against linear %")]
+    for name in rounds[0]:
+        change = Spread.of([100 * (each[name] / each["linear"] - 1) for each in rounds])
+        rows.append((name, Spread.of([each[name] for each in rounds]).text(3), change.text(2)))
+    return table(rows)
+
+
+def _migration_table(cell: str, rounds: Sequence[dict[str, tuple[float, float]]]) -> str:
+    rows = [(cell, "moves per layer", "active, fullest rank")]
+    for name in rounds[0]:
+        moves, fullest = (Spread.of([each[name][i] for each in rounds]) for i in (0, 1))
+        rows.append((name, moves.text(1), fullest.text(3)))
+    return table(rows)
 
 
 if __name__ == "__main__":
