@@ -259,47 +259,53 @@ class RoutingCore:
         Returns:
             What `select` returns or raises, for each request.
         """
-        for request in requests:
-            self._give_up(request.request_id)
+        allowed: list[IntArray | None | NoReplica] = []
         signatures: dict[int, Float32Array] = {}  # by position in the batch
-        reasons: list[FallbackReason | None] = [None] * len(requests)
-        if self.policy.needs_scores:
-            for b, request in enumerate(requests):
+        reasons: dict[int, FallbackReason | None] = {}
+        for b, request in enumerate(requests):
+            try:
+                allowed.append(self._allowed(request.exclude))
+            except NoReplica as err:
+                allowed.append(err)
+                continue
+            if self.policy.needs_scores:
                 signature_D, reasons[b] = self._signature(
                     request.counts_LE, request.prompt_tokens, now
                 )
                 if signature_D is not None:
                     signatures[b] = signature_D
-        scores_of = self._batch_scores(signatures)
+        scores = self._batch_scores(signatures)
         raw_K = self.loads(now)
         loads_K = self._ramped(raw_K, now)
         answers: list[Selection | NoReplica] = []
-        for b, request in enumerate(requests):
-            try:
-                allowed = self._allowed(request.exclude)
-            except NoReplica as err:
-                answers.append(err)
+        for b, (request, choice) in enumerate(zip(requests, allowed, strict=True)):
+            if self._give_up(request.request_id):
+                raw_K = self.loads(now)
+                loads_K = self._ramped(raw_K, now)
+            if isinstance(choice, NoReplica):
+                answers.append(choice)
                 continue
             selection = self._place(
                 request.request_id,
-                scores_of.get(b),
-                reasons[b],
+                scores.get(b),
+                reasons.get(b),
                 loads_K,
                 request.domain,
-                allowed,
+                choice,
                 now,
             )
             k = self._index[selection.replica_id]
             raw_K[k] += 1
-            loads_K[k] = max(loads_K[k], raw_K[k])
+            loads_K[k] = max(loads_K[k], raw_K[k])  # one array unless a replica ramps up
             answers.append(selection)
         return answers
 
-    def _give_up(self, request_id: str) -> None:
-        """End the reservation that a retried request still holds."""
-        if request_id in self.ledger:
-            self.ledger.release(request_id)
-            self._counters["reselected"] += 1
+    def _give_up(self, request_id: str) -> bool:
+        """End the reservation that a retried request still holds; whether it held one."""
+        if request_id not in self.ledger:
+            return False
+        self._counters["reselected"] += 1
+        return self.ledger.release(request_id)
 
     def _place(
         self,

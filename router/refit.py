@@ -29,7 +29,7 @@ from calibration.signature import Float32Array, IndexArray
 from calibration.transport import assign_with_capacity
 
 MAX_ITERATIONS = 20
-HOLDOUT_EVERY = 4
+HOLDOUT_SHARE = 0.25
 ROWS_PER_REPLICA = 8
 """Below this many rows of live traffic a replica, calibration signatures are added."""
 
@@ -192,9 +192,11 @@ def run_refit(job: RefitJob) -> RefitResult:
     keeps_K = job.owned_K >= 0
     old_KD = job.centroids_CD[job.owned_K[keeps_K]]
     is_drift = job.reason is RefitReason.DRIFT
-    is_held_R = np.arange(len(rows_RD)) % HOLDOUT_EVERY == HOLDOUT_EVERY - 1
-    if not is_drift or len(rows_RD) - is_held_R.sum() < num_replicas:
-        is_held_R[:] = False
+    is_held_R = np.zeros(len(rows_RD), dtype=bool)
+    num_held = int(HOLDOUT_SHARE * len(rows_RD))
+    if is_drift and len(rows_RD) - num_held >= num_replicas:
+        rng = np.random.default_rng(job.seed)
+        is_held_R[rng.choice(len(rows_RD), num_held, replace=False)] = True
     fit_RD = rows_RD[~is_held_R]
     seeds_KD = _with_seeds(fit_RD, old_KD, num_replicas, job.seed)
     estimator = BalancedSphericalKMeans(num_replicas, max_iter=MAX_ITERATIONS, init=seeds_KD)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from calibration.fit import fit
+from router.refit import RefitResult, RefitSettings, run_refit
 from router.service import HEARTBEAT_TIMEOUT_S, RouterService, RouterSettings
-from tests.builders import build_artifact
+from tests.builders import build_artifact, build_capture, build_counts
 
 
 class Clock:
@@ -143,3 +146,355 @@ def test_configure_changes_policy_and_keeps_replicas(clock: Clock) -> None:
     with pytest.raises((OSError, ValueError)):
         router.configure(settings("band", "/no/such/artifact"))
     assert router.core.policy.name == "rr"
+
+
+# ---- refits
+
+
+def fitted_settings(artifact: Path, policy: str = "soft", **refit: object) -> RouterSettings:
+    return RouterSettings(
+        policy,
+        0.1,
+        0.5,
+        0,
+        str(artifact),
+        256,
+        100,
+        refit=RefitSettings(**{"when": "pool", "settle_s": 2.0} | refit),  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    build_artifact(k=4, num_experts=32).save(tmp_path / "artifact")
+    return tmp_path / "artifact"
+
+
+class Pool:
+    """Decode replicas with their heartbeats, as `deployments.replica.Heartbeat` sends them."""
+
+    def __init__(self, router: RouterService, clock: Clock) -> None:
+        self.router, self.clock = router, clock
+        self.kept: dict[str, dict[str, object]] = {}
+        self.num_requests = 0
+
+    def beat(self, *replicas: str) -> None:
+        for replica in replicas:
+            mine = self.kept.setdefault(replica, {"centroid": None, "tag": None, "home": None})
+            answer = self.router.heartbeat(
+                "decode", replica, f"http://{replica}", 0, mine["centroid"], mine["tag"]
+            )
+            mine["centroid"] = answer["centroid"]
+            if answer.get("send_home"):
+                self.router.restore_home(replica, mine["home"])
+                continue
+            mine["tag"] = answer.get("home_tag")
+            mine["home"] = answer.get("home", mine["home"]) if mine["tag"] else None
+
+    def run(self, seconds: int, domains: int = 0, taste_seed: int = 0) -> list[RefitResult]:
+        """Heartbeats and some requests of each domain, second by second, with refits."""
+        results = []
+        for _ in range(seconds):
+            self.clock.now += 1
+            self.beat(*self.kept)
+            for domain in range(domains):
+                self.num_requests += 1
+                self.select(domain, self.num_requests, taste_seed)
+            if (job := self.router.next_refit()) is not None:
+                results.append(run_refit(job))
+                self.router.finish_refit(job, results[-1])
+        return results
+
+    def select(self, domain: int, seed: int = 0, taste_seed: int = 0) -> str:
+        counts = build_counts(
+            [domain, 7], [40, 1], num_experts=32, seed=seed, taste_seed=taste_seed
+        )[0]
+        answer = self.router.select("r", counts.astype("<u2").tobytes(), 40, None)
+        self.router.release(["r"])
+        return str(answer["replica_id"])
+
+    def homes(self, domains: int) -> list[str]:
+        return [self.select(domain) for domain in range(domains)]
+
+
+def test_grown_pool_is_fitted_once_it_has_settled(clock: Clock, artifact: Path) -> None:
+    router = RouterService(fitted_settings(artifact), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d")
+    assert pool.run(5, domains=6) == []
+    before = pool.homes(4)
+    pool.beat("e", "f")
+    assert pool.kept["e"]["centroid"] is None
+    results = pool.run(10, domains=6)
+    assert [result.job.reason for result in results] == ["pool"]
+    assert router.core.is_paired
+    homes = pool.homes(6)
+    assert homes[:4] == before
+    assert sorted(homes[4:]) == ["e", "f"]
+    assert router.stats()["counters"]["refits"] == 1
+    assert 0.2 < router.stats()["moved_share"] < 0.5
+
+
+def test_start_with_more_replicas_than_centroids_fits_from_the_artifact(
+    clock: Clock, tmp_path: Path
+) -> None:
+    capture = build_capture(60)
+    fit(capture, 2, show_progress=False).save(tmp_path / "artifact")
+    router = RouterService(fitted_settings(tmp_path / "artifact"), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d", "e")
+    assert len(pool.run(4)) == 1
+    assert router.core.is_paired
+    assert router.core.centroids_CD.shape[0] == 5
+
+
+def test_lost_replica_leaves_the_others_their_homes(clock: Clock, artifact: Path) -> None:
+    router = RouterService(fitted_settings(artifact), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d")
+    pool.run(5, domains=4)
+    before = pool.homes(4)
+    router.deregister(before[1])
+    del pool.kept[before[1]]
+    immediately = pool.homes(4)
+    assert [h for d, h in enumerate(immediately) if d != 1] == before[:1] + before[2:]
+    assert len(pool.run(5, domains=4)) == 1
+    assert [h for d, h in enumerate(pool.homes(4)) if d != 1] == before[:1] + before[2:]
+
+
+def test_short_absence_is_no_reason_for_a_refit(clock: Clock, artifact: Path) -> None:
+    router = RouterService(fitted_settings(artifact), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d")
+    pool.run(5, domains=4)
+    before = pool.homes(4)
+    router.suspect("b")
+    assert pool.run(20, domains=4) == []
+    assert pool.homes(4) == before
+
+
+def test_failed_refit_changes_nothing_and_is_tried_again(clock: Clock, artifact: Path) -> None:
+    router = RouterService(fitted_settings(artifact, interval_s=10.0), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d", "e")
+    pool.run(1, domains=5)
+    clock.now += 2
+    job = router.next_refit()
+    assert job is not None
+    before = router.core.centroids_CD
+    assert router.next_refit() is None  # one at a time
+    router.finish_refit(job, None)
+    assert router.core.centroids_CD is before
+    assert router.stats()["counters"]["failed_refits"] == 1
+    assert pool.run(9, domains=5) == []
+    assert len(pool.run(3, domains=5)) == 1
+    assert router.core.is_paired
+
+
+def test_too_few_signatures_are_counted_as_a_failure(clock: Clock, artifact: Path) -> None:
+    router = RouterService(fitted_settings(artifact), clock)  # its artifact has 4 signatures
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d", "e")
+    assert pool.run(5) == []
+    assert router.stats()["counters"]["failed_refits"] == 1
+
+
+def test_result_for_another_pool_is_dropped(clock: Clock, artifact: Path) -> None:
+    router = RouterService(fitted_settings(artifact), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d", "e")
+    pool.run(1, domains=6)
+    clock.now += 2
+    job = router.next_refit()
+    assert job is not None
+    pool.beat("f")
+    router.finish_refit(job, run_refit(job))
+    assert router.stats()["counters"]["overtaken_refits"] == 1
+    assert router.core.centroids_CD.shape[0] == 4
+    assert len(pool.run(8, domains=6)) == 1
+    assert router.core.is_paired
+
+
+def test_drift_is_answered_once(clock: Clock, artifact: Path) -> None:
+    settings = fitted_settings(artifact, when="online", window_s=20.0, interval_s=5.0)
+    router = RouterService(settings, clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d")
+    assert all(not result.is_accepted for result in pool.run(40, domains=4)[1:])
+    before = router.stats()["counters"].get("refits", 0)
+    results = pool.run(60, domains=4, taste_seed=5)
+    assert results[0].job.reason == "drift"
+    assert 1 <= sum(result.is_accepted for result in results) <= 3
+    assert not results[-1].is_accepted
+    assert router.stats()["counters"]["refits"] > before
+    assert router.stats()["counters"]["rejected_refits"] >= 1
+    homes = [pool.select(domain, taste_seed=5) for domain in range(4)]
+    assert len(set(homes)) == 4
+
+
+def test_restarted_router_gets_refitted_homes_back(clock: Clock, artifact: Path) -> None:
+    router = RouterService(fitted_settings(artifact), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d", "e", "f")
+    pool.run(8, domains=6)
+    before = pool.homes(6)
+    assert sorted(before) == list("abcdef")
+    old = router.core.centroids_CD.copy()
+    pool.run(1)
+    pool.router = restarted = RouterService(fitted_settings(artifact), clock)
+    for replica in "dacfbe":  # one by one, as heartbeats come
+        pool.beat(replica)
+        clock.now += 0.15
+        # Nobody gets a home that is not his.
+        assert set(pool.homes(6)) <= set("dacfbe"["dacfbe".index(replica) :: -1])
+    assert pool.run(10) == []
+    assert pool.homes(6) == before
+    np.testing.assert_array_equal(
+        np.sort(restarted.core.centroids_CD, axis=0), np.sort(old, axis=0)
+    )
+    assert restarted.stats()["counters"]["restored_homes"] == 6
+    assert restarted.core.is_paired
+
+
+def test_replica_that_joins_after_a_restart_waits_for_the_refit(
+    clock: Clock, artifact: Path
+) -> None:
+    router = RouterService(fitted_settings(artifact), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d", "e")
+    pool.run(8, domains=6)
+    pool.run(1)
+    pool.router = RouterService(fitted_settings(artifact), clock)
+    pool.beat("new", "a", "b", "c", "d", "e")
+    assert len(pool.run(8, domains=6)) == 1
+    assert pool.router.core.is_paired
+    assert sorted(pool.homes(6)) == ["a", "b", "c", "d", "e", "new"]
+
+
+@pytest.mark.parametrize(
+    "home", [b"", b"123", np.ones(128, "<f4").tobytes(), np.full(128, np.nan, "<f4").tobytes()]
+)
+def test_home_that_is_none_is_refused(clock: Clock, artifact: Path, home: bytes) -> None:
+    router = RouterService(fitted_settings(artifact), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d", "e")
+    pool.run(8, domains=5)
+    pool.run(1)
+    pool.router = RouterService(fitted_settings(artifact), clock)
+    pool.kept["a"]["home"] = home
+    pool.beat("a", "b", "c", "d", "e")
+    assert pool.router.stats()["counters"]["refused_homes"] == 1
+    assert len(pool.run(8, domains=5)) == 1
+    assert pool.router.core.is_paired
+
+
+def test_home_of_another_signature_space_is_not_taken(
+    clock: Clock, artifact: Path, tmp_path: Path
+) -> None:
+    router = RouterService(fitted_settings(artifact), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d", "e")
+    pool.run(8, domains=5)
+    pool.run(1)
+    build_artifact(k=5, num_experts=32, layer_mask=[0, 2]).save(tmp_path / "other")
+    pool.router = RouterService(fitted_settings(tmp_path / "other"), clock)
+    pool.beat("a", "b", "c", "d", "e")
+    assert pool.router.core.is_paired
+    assert pool.run(8, domains=5) == []
+    assert {mine["tag"] for mine in pool.kept.values()} == {None}
+
+
+def test_other_settings_keep_refitted_homes(clock: Clock, artifact: Path) -> None:
+    router = RouterService(fitted_settings(artifact), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d", "e", "f")
+    pool.run(8, domains=6)
+    before = pool.homes(6)
+    assert router.configure(fitted_settings(artifact, policy="band"))
+    assert pool.homes(6) == before
+    assert router.configure(fitted_settings(artifact, when="never"))
+    assert router.core.centroids_CD.shape[0] == 4
+
+
+def test_select_many_is_select_one_by_one(clock: Clock, artifact: Path) -> None:
+    wires = []
+    for i in range(40):
+        counts = build_counts([i % 5, 7], [40, 1], num_experts=32, seed=i)[0].astype("<u2")
+        content = (counts.tobytes(), b"xy", None)[(i % 10 == 8) + 2 * (i % 10 == 9)]
+        exclude = frozenset("abcd") if i == 20 else frozenset("a" if i % 7 == 0 else "")
+        wires.append((f"r{i % 30}", content, 40, None, exclude))
+    one, many = (RouterService(fitted_settings(artifact), clock) for _ in range(2))
+    for router in (one, many):
+        Pool(router, clock).beat("a", "b", "c", "d")
+    singly = [one.select(*wire) for wire in wires]
+    together = [
+        answer
+        for batch in (wires[:1], wires[1:30], wires[30:])
+        for answer in many.select_many(batch)["answers"]
+    ]
+    assert "excluded" in str(singly[20]["error"])
+    for first, second in zip(singly, together, strict=True):
+        first.pop("view", None)
+        assert first.pop("similarity", None) == pytest.approx(second.pop("similarity", None))
+        assert first == second
+    assert one.stats()["loads"] == many.stats()["loads"]
+    assert one.core.counters == many.core.counters
+
+
+def test_select_many_carries_map_and_releases(clock: Clock) -> None:
+    router = service(clock, "a", "b")
+    first = router.select_many([("r1", None, None, None, ()), ("r2", None, None, None, ())])
+    assert {answer["replica_id"] for answer in first["answers"]} == {"a", "b"}
+    assert first["view"]["version"] == router.version
+    second = router.select_many([("r3", None, None, None, ())], router.version, ["r1", "r2"])
+    assert "view" not in second
+    assert sum(router.stats()["loads"].values()) == 1  # type: ignore[attr-defined]
+
+
+# ---- ramp
+
+
+def test_new_replica_is_not_herded(clock: Clock) -> None:
+    """JSQ would send the next 20 requests to it; it comes to its share within the ramp."""
+    router = RouterService(replace(settings("jsq"), ramp_s=10.0), clock)
+    for replica in "abcd":
+        router.heartbeat("decode", replica, f"http://{replica}", 0, None)
+    for i in range(80):
+        select(router, f"standing-{i}")
+    clock.now = 100.0
+    number = 0
+    to_new = []
+    for _ in range(12):
+        clock.now += 1
+        for replica in "abcde":
+            router.heartbeat("decode", replica, f"http://{replica}", 0, None)
+        chosen = []
+        for _i in range(10):
+            # As many end as come, the oldest first.
+            router.release([f"standing-{number}" if number < 80 else f"r{number - 80}"])
+            chosen.append(select(router, f"r{number}")["replica_id"])
+            number += 1
+        to_new.append(chosen.count("e"))
+    assert to_new[0] <= 3
+    assert max(to_new) <= 6
+    loads = router.stats()["loads"]
+    assert loads["e"] >= 12  # type: ignore[index]
+
+
+def test_pool_that_is_all_new_has_no_ramp(clock: Clock) -> None:
+    router = RouterService(replace(settings("jsq"), ramp_s=10.0), clock)
+    for replica in "ab":
+        router.heartbeat("decode", replica, f"http://{replica}", 0, None)
+    assert {select(router, f"r{i}")["replica_id"] for i in range(2)} == {"a", "b"}
+
+
+def test_replica_that_was_briefly_away_has_no_ramp(clock: Clock) -> None:
+    router = RouterService(replace(settings("jsq"), ramp_s=10.0), clock)
+    for replica in "ab":
+        router.heartbeat("decode", replica, f"http://{replica}", 0, None)
+    clock.now = 3.0
+    for i in range(6):
+        select(router, f"r{i}")
+    router.suspect("a")
+    router.heartbeat("decode", "a", "http://a", 0, None)
+    assert {select(router, f"s{i}")["replica_id"] for i in range(3)} == {"a"}
