@@ -259,7 +259,7 @@ class RoutingCore:
         Returns:
             What `select` returns or raises, for each request.
         """
-        allowed: list[IntArray | None | NoReplica] = []
+        allowed: list[IntArray | NoReplica | None] = []
         signatures: dict[int, Float32Array] = {}  # by position in the batch
         reasons: dict[int, FallbackReason | None] = {}
         for b, request in enumerate(requests):
