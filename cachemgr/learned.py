@@ -1,0 +1,290 @@
+"""A retention score learned from traces of an unchanged model.
+
+The score of an expert is an estimate of gamma^(steps until its next use - 1), linear in
+
+- decayed counts of uses in its own layer, at several half-lives (square roots: a use adds less to
+  an expert that is hot already), and
+- what the layers around have just chosen: this token's choices up to this layer, and the last
+  token's choices of the layers above, which have not run yet.
+
+The neighbours make the difference: which experts a token takes in one layer says much about the
+other layers, now and for the next tokens. Fitted by ridge regression, in closed form; a step costs
+two products of a row with a matrix of the layer.
+
+Axes: N requests that a replay steps together (1 in the runtime), L MoE layers, E experts, R rows
+(n * L + l), H half-lives, W layers of the window, S steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachemgr.types import BoolArray, FloatArray
+from calibration.storage import check_version, read_folder, take, write_folder
+
+FORMAT_VERSION = 1
+JSON_NAME, NPZ_NAME = "score.json", "score.npz"
+HALF_LIVES = (2.0, 8.0, 32.0, 128.0)
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreTable:
+    """Weights of the score; what `eldr cache train` writes.
+
+    Attributes:
+        model_id: model whose routing it was fitted to.
+        half_lives: of the decayed counts, in steps; H of them.
+        gamma: discount of the target, in (0, 1).
+        own_LHEE: weight of an expert's root count for each expert; float32 (L, H, E, E).
+        window_LWEE: weight of a choice in layer l + w - reach; float32 (L, W, E, E), W odd.
+        bias_LE: float32 (L, E).
+        provenance: training data and figures, for the reader.
+
+    Raises:
+        ValueError: at construction, if shapes or values contradict each other.
+    """
+
+    model_id: str
+    half_lives: tuple[float, ...]
+    gamma: float
+    own_LHEE: Floats
+    window_LWEE: Floats
+    bias_LE: Floats
+    provenance: dict[str, object]
+
+    def __post_init__(self) -> None:
+        num_layers, num_experts = self.bias_LE.shape if self.bias_LE.ndim == 2 else (0, 0)
+        own = (num_layers, len(self.half_lives), num_experts, num_experts)
+        width = self.window_LWEE.shape[1] if self.window_LWEE.ndim == 4 else 0
+        window = (num_layers, width, num_experts, num_experts)
+        if (
+            not num_layers
+            or self.own_LHEE.shape != own
+            or self.window_LWEE.shape != window
+            or width % 2 != 1
+        ):
+            raise ValueError(
+                f"score weights of shapes {self.own_LHEE.shape}, {self.window_LWEE.shape}, "
+                f"{self.bias_LE.shape} do not belong together"
+            )
+        if not all(0 < half_life < np.inf for half_life in self.half_lives):
+            raise ValueError(f"half-lives must be above 0, got {self.half_lives}")
+        if not 0 < self.gamma < 1:
+            raise ValueError(f"gamma must be in (0, 1), got {self.gamma}")
+        for name in ("own_LHEE", "window_LWEE", "bias_LE"):
+            array = getattr(self, name)
+            if array.dtype != np.float32 or not np.isfinite(array).all():
+                raise ValueError(f"{name} must be finite float32, got {array.dtype}")
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.bias_LE.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.bias_LE.shape[1])
+
+    @property
+    def reach(self) -> int:
+        """Layers that the window extends to each side."""
+        return int(self.window_LWEE.shape[1]) // 2
+
+    def check(self, num_layers: int, num_experts: int, model_id: str | None = None) -> None:
+        """Refuse another model.
+
+        Raises:
+            ValueError: other layers or experts, or another model id where one is given.
+        """
+        if (self.num_layers, self.num_experts) != (num_layers, num_experts):
+            raise ValueError(
+                f"the score is for {self.num_layers} layers x {self.num_experts} experts "
+                f"({self.model_id}), not {num_layers} x {num_experts}: train one for this model"
+            )
+        if model_id is not None and model_id != self.model_id:
+            raise ValueError(
+                f"the score is for model {self.model_id!r}, not {model_id!r}: train one for it"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the folder whole; see `calibration.storage.write_folder` for errors."""
+        meta = {
+            "format_version": FORMAT_VERSION,
+            "model_id": self.model_id,
+            "half_lives": list(self.half_lives),
+            "gamma": self.gamma,
+            "provenance": self.provenance,
+        }
+        arrays = {"own": self.own_LHEE, "window": self.window_LWEE, "bias": self.bias_LE}
+        write_folder(Path(path), JSON_NAME, meta, NPZ_NAME, arrays)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ScoreTable:
+        """Read what `save` wrote; nothing in it is unpickled.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: damaged, of another version, or contradicting itself.
+        """
+        meta, arrays = read_folder(Path(path), JSON_NAME, NPZ_NAME)
+        check_version(meta, FORMAT_VERSION, path)
+        missing = [name for name in ("own", "window", "bias") if name not in arrays]
+        if missing:
+            raise ValueError(f"{path}: {NPZ_NAME} has no {', '.join(missing)}")
+        half_lives = take(meta, "half_lives", list, path)
+        if not all(isinstance(half_life, int | float) for half_life in half_lives):
+            raise ValueError(f"{path}: half_lives must be numbers, got {half_lives}")
+        try:
+            return cls(
+                take(meta, "model_id", str, path),
+                tuple(float(half_life) for half_life in half_lives),
+                take(meta, "gamma", float, path),
+                arrays["own"],
+                arrays["window"],
+                arrays["bias"],
+                take(meta, "provenance", dict, path),
+            )
+        except ValueError as err:
+            raise ValueError(f"{path}: {err}") from err
+
+
+class History:
+    """What the score looks at: decayed counts and the last choices of every layer.
+
+    Args:
+        num_requests: N; 1 in the runtime.
+        num_layers: L.
+        num_experts: E.
+        half_lives: of the counts, in steps.
+        reach: layers that the window extends to each side.
+    """
+
+    def __init__(
+        self,
+        num_requests: int,
+        num_layers: int,
+        num_experts: int,
+        half_lives: tuple[float, ...],
+        reach: int,
+    ) -> None:
+        self.num_layers, self.num_experts, self.reach = num_layers, num_experts, reach
+        self._decay_H1 = np.power(0.5, 1 / np.array(half_lives, dtype=np.float32))[:, None]
+        shape = (num_requests, num_layers, len(half_lives), num_experts)
+        self._counts_NLHE = np.zeros(shape, dtype=np.float32)
+        # Layers beyond the ends choose nothing: `reach` of padding on each side.
+        padded = (num_requests, num_layers + 2 * reach, num_experts)
+        self._now_NLE = np.zeros(padded, dtype=np.float32)
+        self._before_NLE = np.zeros(padded, dtype=np.float32)
+
+    def observe(self, rows: slice, demand_RE: BoolArray) -> None:
+        """Take in a step: of one layer, or of all layers of the first requests."""
+        if rows.stop - rows.start == 1 and self.num_layers > 1:
+            request, layer = divmod(rows.start, self.num_layers)
+            counts_HE = self._counts_NLHE[request, layer]
+            counts_HE *= self._decay_H1
+            counts_HE += demand_RE[0]
+            self._now_NLE[request, layer + self.reach] = demand_RE[0]
+            return
+        requests = self._requests(rows)
+        demand_NLE = demand_RE.reshape(-1, self.num_layers, self.num_experts)
+        counts_NLHE = self._counts_NLHE[requests]
+        counts_NLHE *= self._decay_H1
+        counts_NLHE += demand_NLE[:, :, None]
+        self._before_NLE[requests] = self._now_NLE[requests]
+        self._now_NLE[requests, self.reach : self.reach + self.num_layers] = demand_NLE
+
+    def own(self, request: int, layer: int) -> Floats:
+        """Root counts of a layer; (H * E,)."""
+        own_X: Floats = np.sqrt(self._counts_NLHE[request, layer]).ravel()
+        return own_X
+
+    def window(self, request: int, layer: int) -> Floats:
+        """Last choices of the layers around, when layers are observed in turn; (W * E,)."""
+        return self._now_NLE[request, layer : layer + 2 * self.reach + 1].ravel()
+
+    def features(self, rows: slice, layer: int) -> tuple[Floats, Floats]:
+        """`own` and `window` of many requests whose layers are observed all at once.
+
+        Layers above `layer` have not run when it is scored: they show their step before.
+        """
+        requests = self._requests(rows)
+        own_NHE = np.sqrt(self._counts_NLHE[requests, layer])
+        split, end = layer + self.reach + 1, layer + 2 * self.reach + 1
+        window_NWE = np.concatenate(
+            (self._now_NLE[requests, layer:split], self._before_NLE[requests, split:end]), axis=1
+        )
+        return own_NHE.reshape(len(own_NHE), -1), window_NWE.reshape(len(window_NWE), -1)
+
+    def reset(self, rows: slice) -> None:
+        """Forget the requests or the layer of `rows`."""
+        start, stop, _ = rows.indices(len(self._counts_NLHE) * self.num_layers)
+        for row in range(start, stop):
+            request, layer = divmod(row, self.num_layers)
+            self._counts_NLHE[request, layer] = 0
+            self._now_NLE[request, layer + self.reach] = 0
+            self._before_NLE[request, layer + self.reach] = 0
+
+    def _requests(self, rows: slice) -> slice:
+        if rows.start % self.num_layers or rows.stop % self.num_layers:
+            raise ValueError(
+                f"rows {rows.start} to {rows.stop} must be one layer, or all {self.num_layers} "
+                f"layers of some requests"
+            )
+        return slice(rows.start // self.num_layers, rows.stop // self.num_layers)
+
+
+class Learned:
+    """Retention by a `ScoreTable`.
+
+    Rows are layers that are observed in turn, or all layers of many requests at once; in one
+    object, always the same of the two.
+
+    Args:
+        table: weights of this model.
+        num_requests: N; 1 in the runtime.
+    """
+
+    name = "learned"
+
+    def __init__(self, table: ScoreTable, num_requests: int = 1) -> None:
+        num_layers, num_experts = table.num_layers, table.num_experts
+        self._history = History(
+            num_requests, num_layers, num_experts, table.half_lives, table.reach
+        )
+        self._own_LXE = table.own_LHEE.reshape(num_layers, -1, num_experts)
+        self._window_LXE = table.window_LWEE.reshape(num_layers, -1, num_experts)
+        self._bias_LE = table.bias_LE
+        self._num_layers = num_layers
+
+    def observe(self, rows: slice, demand_RE: BoolArray) -> None:
+        """See `Retention.observe`."""
+        self._history.observe(rows, demand_RE)
+
+    def scores(self, rows: slice) -> FloatArray:
+        """See `Retention.scores`."""
+        if rows.stop - rows.start == 1 and self._num_layers > 1:
+            request, layer = divmod(rows.start, self._num_layers)
+            scores_E: FloatArray = self._history.own(request, layer) @ self._own_LXE[layer]
+            scores_E += self._history.window(request, layer) @ self._window_LXE[layer]
+            scores_E += self._bias_LE[layer]
+            return scores_E[None]
+        num_requests = (rows.stop - rows.start) // self._num_layers
+        scores_NLE = np.empty(
+            (num_requests, self._num_layers, self._bias_LE.shape[1]), dtype=np.float32
+        )
+        for layer in range(self._num_layers):
+            own_NX, window_NX = self._history.features(rows, layer)
+            scores_NLE[:, layer] = own_NX @ self._own_LXE[layer]
+            scores_NLE[:, layer] += window_NX @ self._window_LXE[layer]
+        scores_NLE += self._bias_LE
+        return scores_NLE.reshape(-1, self._bias_LE.shape[1])
+
+    def reset(self, rows: slice) -> None:
+        """See `Retention.reset`."""
+        self._history.reset(rows)

@@ -1,0 +1,147 @@
+"""Fits the learned retention score to recorded requests: ridge regression, one a layer.
+
+Axes: N requests of a block, S steps, L MoE layers, E experts, R rows, X features, H half-lives,
+W layers of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachemgr.bound import Demands
+from cachemgr.learned import HALF_LIVES, History, ScoreTable
+from cachemgr.replay import layer_demands
+from cachemgr.types import BoolArray
+from calibration.traces import RoutingTrace
+
+REACH = 4
+GAMMA = 0.85
+RIDGE = 0.01
+REQUESTS_PER_BLOCK = 32
+TOKENS_PER_PRODUCT = 2048
+
+
+def train(
+    trace: RoutingTrace,
+    model_id: str,
+    *,
+    reach: int = REACH,
+    gamma: float = GAMMA,
+    half_lives: tuple[float, ...] = HALF_LIVES,
+    ridge: float = RIDGE,
+    progress: Callable[[int], object] | None = None,
+) -> ScoreTable:
+    """Fit a score to a trace.
+
+    The target of an expert after a step is gamma^(steps until its next use - 1), 0 if the request
+    never uses it again.
+
+    Args:
+        trace: requests to learn from.
+        model_id: name of the model that was traced.
+        reach: layers of the window to each side of a layer.
+        gamma: discount of the target, in (0, 1).
+        half_lives: of the decayed counts, in steps.
+        ridge: penalty on squared weights, relative to the number of tokens.
+        progress: called with a number of finished tokens.
+
+    Raises:
+        ValueError: a parameter out of range.
+    """
+    if not 0 <= reach < trace.num_layers:
+        raise ValueError(f"reach must be in [0, {trace.num_layers - 1}], got {reach}")
+    if not 0 < gamma < 1:
+        raise ValueError(f"gamma must be in (0, 1), got {gamma}")
+    if not ridge > 0:
+        raise ValueError(f"ridge must be above 0, got {ridge}")
+    num_layers, num_experts = trace.num_layers, trace.num_experts
+    num_own = len(half_lives) * num_experts
+    num_features = num_own + (2 * reach + 1) * num_experts + 1
+    gram_LXX = np.zeros((num_layers, num_features, num_features))
+    moment_LXE = np.zeros((num_layers, num_features, num_experts))
+    order = np.argsort(-trace.num_tokens_N, kind="stable")  # equal lengths waste no steps
+    for first in range(0, len(order), REQUESTS_PER_BLOCK):
+        block = trace.subset(order[first : first + REQUESTS_PER_BLOCK])
+        _accumulate(block, reach, gamma, half_lives, gram_LXX, moment_LXE)
+        if progress is not None:
+            progress(len(block.ids_TLk))
+    penalty = np.full(num_features, ridge * len(trace.ids_TLk))
+    penalty[-1] = 1e-9 * len(trace.ids_TLk)  # the bias is free
+    weights_LXE = np.stack(
+        [
+            np.linalg.solve(gram_LXX[layer] + np.diag(penalty), moment_LXE[layer])
+            for layer in range(num_layers)
+        ]
+    ).astype(np.float32)
+    square = (num_layers, -1, num_experts, num_experts)
+    return ScoreTable(
+        model_id,
+        half_lives,
+        gamma,
+        weights_LXE[:, :num_own].reshape(square),
+        weights_LXE[:, num_own:-1].reshape(square),
+        weights_LXE[:, -1],
+        {
+            "num_requests": len(trace),
+            "num_tokens": len(trace.ids_TLk),
+            "ridge": ridge,
+            "target": "gamma^(steps until next use - 1)",
+        },
+    )
+
+
+def _accumulate(
+    trace: RoutingTrace,
+    reach: int,
+    gamma: float,
+    half_lives: tuple[float, ...],
+    gram_LXX: NDArray[np.float64],
+    moment_LXE: NDArray[np.float64],
+) -> None:
+    """Add a block of requests to the normal equations of every layer."""
+    num_layers, num_experts = trace.num_layers, trace.num_experts
+    demands = layer_demands(trace)
+    active_S = demands.active_S
+    targets_SRE = _targets(demands, active_S, gamma)
+    history = History(len(trace), num_layers, num_experts, half_lives, reach)
+    buffer = TOKENS_PER_PRODUCT + len(trace)
+    features_LTX = np.ones((num_layers, buffer, gram_LXX.shape[1]), dtype=np.float32)
+    targets_LTE = np.empty((num_layers, buffer, num_experts), dtype=np.float32)
+    filled = 0
+    for s, active in enumerate(active_S.tolist()):
+        rows = slice(0, active)
+        history.observe(rows, _demand(demands, s, active))
+        tokens = slice(filled, filled + active // num_layers)
+        for layer in range(num_layers):
+            own_NX, window_NX = history.features(rows, layer)
+            features_LTX[layer, tokens, : own_NX.shape[1]] = own_NX
+            features_LTX[layer, tokens, own_NX.shape[1] : -1] = window_NX
+            targets_LTE[layer, tokens] = targets_SRE[s, layer:active:num_layers]
+        filled = tokens.stop
+        if filled >= TOKENS_PER_PRODUCT or s == len(active_S) - 1:
+            for layer in range(num_layers):
+                features_TX = features_LTX[layer, :filled]
+                gram_LXX[layer] += features_TX.T @ features_TX
+                moment_LXE[layer] += features_TX.T @ targets_LTE[layer, :filled]
+            filled = 0
+
+
+def _targets(demands: Demands, active_S: NDArray[np.int64], gamma: float) -> NDArray[np.float32]:
+    """gamma^(steps until the next use - 1) after each step, 0 for never; (S, R, E)."""
+    num_steps, num_rows, _ = demands.ids_SRU.shape
+    targets_SRE = np.zeros((num_steps, num_rows, demands.num_items), dtype=np.float32)
+    for s in range(num_steps - 1, 0, -1):
+        active = int(active_S[s])
+        np.multiply(targets_SRE[s], np.float32(gamma), out=targets_SRE[s - 1])
+        targets_SRE[s - 1, :active][_demand(demands, s, active)] = 1
+    return targets_SRE
+
+
+def _demand(demands: Demands, step: int, active: int) -> BoolArray:
+    """Demand of the active rows, which have no padding, as booleans; (R, E)."""
+    demand_RE = np.zeros((active, demands.num_items), dtype=np.bool_)
+    np.put_along_axis(demand_RE, demands.ids_SRU[step, :active].astype(np.int64), True, axis=1)
+    return demand_RE
