@@ -10,10 +10,9 @@ import argparse
 import asyncio
 import gc
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,9 +21,10 @@ import numpy as np
 
 from app.config import EldrConfig, KvTransferConfig, ModelConfig, PrefillConfig, RouterConfig
 from app.prefill_request import ASK_FOR_HANDOFF
+from bench.engines import start_engine
 from bench.peers import free_ports
 from bench.report import Spread, progress_line, stdout_to_stderr
-from deployments.engine import Phase, engine_env, engine_kwargs, resolve_device
+from deployments.engine import Phase, resolve_device
 
 DEFAULT_MODEL = Path("build/demo-model")
 PROMPTS_PER_ROUND = 14
@@ -86,7 +86,7 @@ async def measure(
         stack.callback(engines.clear)
         for (side, mode), port in zip(SIDES.items(), free_ports(2), strict=True):
             progress(f"starting the engine with capture {side}")
-            engines[side] = _start_engine(config, mode, port)
+            engines[side] = start_engine(config, Phase.PREFILL, port, capture=mode)
             stack.callback(engines[side].shutdown)
         vocab_size = engines["on"].model_config.get_vocab_size()
         rng = np.random.default_rng(seed)
@@ -175,35 +175,6 @@ async def _prefill(engine: Any, prompt: list[int], request_id: str) -> float:
     async for _ in engine.generate({"prompt_token_ids": prompt}, params, request_id):
         pass
     return time.perf_counter() - started
-
-
-def _start_engine(config: EldrConfig, mode: str, port: int) -> Any:
-    env = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        **engine_env(config.prefill, resolve_device(config)),
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-    }
-    with _environment(env):
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        kwargs = engine_kwargs(config, Phase.PREFILL, resolve_device(config), capture=mode)
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=config.model.path, **kwargs))
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables while an engine starts: its processes inherit them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _text(report: dict[str, float], rounds: int) -> str:

@@ -228,7 +228,7 @@ class InstalledCache:
             "top_k": self._top_k,
             "expert_bytes": self.expert_bytes,
             "slot_bytes": self.slot_bytes,
-            "rss_bytes": psutil.Process().memory_info().rss,
+            "anonymous_bytes": _anonymous_bytes(),
             "full_bytes": self.full_bytes,
             "steps": counts.steps,
             "tokens": counts.tokens,
@@ -465,6 +465,12 @@ def _check_supported(vllm_config: VllmConfig, runners: Sequence[Any]) -> None:
             f"the expert cache cannot serve this model: {'; '.join(sorted(set(problems)))}; set "
             "cache.enabled to false"
         )
+
+
+def _anonymous_bytes() -> int:
+    """Memory of this process that no file backs: the mapped store is not in it."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
 
 
 def _return_free_memory() -> None:
