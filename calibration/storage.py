@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,12 @@ def read_folder(path: Path, json_name: str, npz_name: str) -> tuple[dict[str, An
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; its folder is made if missing.
+    """Write a text file as `write_whole` does."""
+    write_whole(path, lambda fresh: fresh.write_text(text, encoding="utf-8"))
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` write a file, then rename it to `path`; its folder is made if missing.
 
     Raises:
         OSError: writing failed; what was at `path` is still there.
@@ -88,7 +93,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
         fresh = Path(work) / path.name
-        fresh.write_text(text, encoding="utf-8")
+        write(fresh)
         fresh.replace(path)
 
 

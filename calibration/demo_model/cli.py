@@ -1,4 +1,4 @@
-"""Commands of the demo model: `eldr demo-model train | pack | unpack | report`."""
+"""Commands of the demo model: `eldr demo-model train | pack | unpack | report | trace`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibration.demo_model import packing, reporting, training
+from calibration.demo_model import packing, reporting, tracing, training
 from calibration.demo_model.corpus import DEFAULT_PROMPTS_DIR
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_cli(subparsers: Subparsers) -> None:
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the four commands to a parser of their own."""
+    """Add the commands to a parser of their own."""
     commands = parser.add_subparsers(dest="demo_model_command", required=True, metavar="COMMAND")
 
     train = _add_command(commands, "train", _run_train, "train the model (about 25 min on 2 cores)")
@@ -80,6 +80,17 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "--check",
         action="store_true",
         help="exit with 1 unless the required correlation and expert reduction are reached",
+    )
+
+    trace = _add_command(
+        commands, "trace", _run_trace, "write a routing trace with the router's logits (.npz)"
+    )
+    _add_path_option(trace, "--model", packing.DEFAULT_MODEL_DIR, "unpacked model folder")
+    _add_prompts_option(trace)
+    trace.add_argument("--out", type=Path, required=True, help="file to write")
+    trace.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    trace.add_argument(
+        "--rows", type=int, default=200, help="test rows a group at most; default: %(default)s"
     )
 
 
@@ -167,6 +178,19 @@ def _run_report(args: argparse.Namespace) -> int:
     for failure in failures:
         print(f"requirement missed: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _run_trace(args: argparse.Namespace) -> int:
+    written = tracing.write_trace(
+        args.model, args.prompts, args.out, seed=args.seed, max_rows=args.rows
+    )
+    _print_result(
+        args,
+        {"out": str(args.out), **written},
+        f"{args.out}: {written['requests']} requests, {written['tokens']} tokens; compare with: "
+        f"eldr calibrate compare --ids {args.out} --min-decode-tokens 16",
+    )
+    return 0
 
 
 def _print_result(args: argparse.Namespace, result: dict[str, object], text: str) -> None:

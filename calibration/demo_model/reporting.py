@@ -93,13 +93,8 @@ def report(
     Raises:
         ValueError: model_dir is not a model folder, or the corpus has too few rows.
     """
-    if not (Path(model_dir) / "config.json").is_file():
-        raise ValueError(
-            f"{str(model_dir)!r} is not a model folder, it has no config.json: run "
-            "`eldr demo-model unpack`, or pass another folder with --model"
-        )
-    groups = _choose_rows(prompts_dir, seed, max_rows)
-    model, tokenizer = _load(Path(model_dir))
+    groups = choose_rows(prompts_dir, seed, max_rows)
+    model, tokenizer = load_model(Path(model_dir))
     measured = _measure(model, tokenizer, groups)
     num_experts = int(model.config.num_experts)
     result: dict[str, Any] = {
@@ -207,7 +202,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     ]
 
 
-def _choose_rows(prompts_dir: Path | str, seed: int, max_rows: int) -> dict[str, list[PromptRow]]:
+def choose_rows(prompts_dir: Path | str, seed: int, max_rows: int) -> dict[str, list[PromptRow]]:
     """Test rows with an answer, up to max_rows of each group, chosen by seed."""
     if max_rows < max(BATCH_SIZES):
         raise ValueError(
@@ -229,7 +224,17 @@ def _choose_rows(prompts_dir: Path | str, seed: int, max_rows: int) -> dict[str,
     return chosen
 
 
-def _load(model_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(model_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model, ready to run in float32, and tokenizer of an unpacked folder.
+
+    Raises:
+        ValueError: model_dir is not a model folder.
+    """
+    if not (model_dir / "config.json").is_file():
+        raise ValueError(
+            f"{str(model_dir)!r} is not a model folder, it has no config.json: run "
+            "`eldr demo-model unpack`, or pass another folder with --model"
+        )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -260,8 +265,7 @@ def _measure_row(
 ) -> MeasuredRow:
     import torch
 
-    prompt = chat.encode_prompt(tokenizer, row)[-_MAX_PROMPT_TOKENS:]
-    answer = chat.encode_answer(tokenizer, row)[:_MAX_ANSWER_TOKENS]
+    prompt, answer = encode(tokenizer, row)
     tokens = torch.tensor([prompt + answer])
     with torch.inference_mode():
         output = model(input_ids=tokens, output_router_logits=True)
@@ -281,6 +285,12 @@ def _measure_row(
         answer_nats=float(nats_T[len(prompt) - 1 :].sum()),
         num_answer_predicted=len(answer),
     )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, row: PromptRow) -> tuple[list[int], list[int]]:
+    """Tokens of a row's chat-formatted prompt and of its answer with the end of the turn, cut."""
+    prompt = chat.encode_prompt(tokenizer, row)[-_MAX_PROMPT_TOKENS:]
+    return prompt, chat.encode_answer(tokenizer, row)[:_MAX_ANSWER_TOKENS]
 
 
 def _loss_table(measured: dict[str, list[MeasuredRow]]) -> list[dict[str, Any]]:

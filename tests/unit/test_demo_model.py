@@ -32,6 +32,10 @@ from calibration.demo_model.packing import (
     WEIGHTS_FILE,
     verify_packed,
 )
+from calibration.demo_model.reporting import encode
+from calibration.demo_model.tracing import write_trace
+from calibration.traces import load_trace
+from calibration.transforms import ALL_EXPERTS, ExpertUse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GROUP_FIELDS = {
@@ -559,6 +563,27 @@ def test_report_refuses_a_folder_without_model(corpus_dir: Path, tmp_path: Path)
 
 
 # --- command line ---------------------------------------------------------------------------------
+
+
+def test_trace_holds_choices_and_logits_of_prompt_and_answer(
+    trained_dir: Path, corpus_dir: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    written = write_trace(trained_dir, corpus_dir, tmp_path / "trace", max_rows=32)
+    trace = load_trace(tmp_path / "trace")
+    assert (len(trace), len(trace.ids_TLk)) == (written["requests"], written["tokens"])
+    assert trace.logits_TLE is not None
+    assert trace.prefix_tokens_N is not None
+    chosen = np.sort(np.argsort(-trace.logits_TLE.astype(np.float32), axis=2)[:, :, :2], axis=2)
+    # float16 makes a few near ties of logits exact.
+    assert (chosen == np.sort(trace.ids_TLk, axis=2)).mean() > 0.99
+    code = next(row for row in load_rows(corpus_dir, "test") if row.row_id == "code-test-0")
+    prompt, answer = encode(tokenizer, code)
+    is_code_N = np.array(trace.domains) == "code"
+    assert len(prompt) in trace.prefix_tokens_N[is_code_N]
+    assert len(prompt) + len(answer) - 1 in trace.num_tokens_N[is_code_N]
+    use = ExpertUse.from_trace(trace, min_decode_tokens=1)
+    assert use.gates == ALL_EXPERTS
+    assert [path.name for path in tmp_path.iterdir()] == ["trace"]
 
 
 def run_cli(*argv: object) -> int:
