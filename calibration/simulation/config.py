@@ -234,7 +234,10 @@ class RouterSection(_Section):
     """Width of the locality band of policy `band`, in cosine units."""
 
     lambda_: float = Field(default=0.5, ge=0, alias="lambda")
-    """Weight of load against similarity in policy `soft`."""
+    """Weight of load against similarity in policies `soft` and `live`."""
+
+    max_load: float = Field(default=1.5, ge=1)
+    """Most load of a replica in policy `live`, as a multiple of the mean."""
 
     signature: Literal["count_idf", "count", "sqrt_count", "binary", "oracle"] = "count_idf"
     """What a request is compared by; oracle: its decode profile, known beforehand."""

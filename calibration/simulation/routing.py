@@ -15,7 +15,7 @@ import numpy as np
 
 from calibration.artifact import Artifact
 from calibration.clustering import BalancedSphericalKMeans, SphericalKMeans
-from calibration.fit import cluster_activation, domain_clusters, fit
+from calibration.fit import cluster_activation, fit
 from calibration.signature import Float32Array
 from calibration.simulation.config import RouterSection
 from calibration.simulation.workload import Workload
@@ -30,7 +30,7 @@ from calibration.transforms import (
 from router.core import NO_CENTROID, RoutingCore
 from router.policy import Policy, make_policy
 from router.refit import RefitJob, RefitReason, run_refit
-from router.types import IntArray, Selection
+from router.types import CountArray, FallbackReason, IntArray, Selection
 
 RECENT_REQUESTS = 1024
 FIT_SEED = 1
@@ -70,6 +70,9 @@ def fit_router(workload: Workload, k: int, signature: str, clustering: str) -> F
         clustering: "balanced" or "vanilla".
     """
     artifact = fit(workload.capture, k, seed=FIT_SEED, show_progress=False)
+    artifact = replace(artifact, domain_clusters=domain_homes(artifact))
+    if (signature, clustering) == ("count_idf", "balanced"):
+        return FittedRouter(artifact, artifact.transform.batch(workload.counts_NLE))
     fitted_use = ExpertUse.from_capture(workload.capture)
     served_use = ExpertUse(
         workload.counts_NLE,
@@ -82,9 +85,7 @@ def fit_router(workload: Workload, k: int, signature: str, clustering: str) -> F
         profile_NLE = np.rint(workload.activation_NLE * 1e4).astype(np.int64)
         served_use = replace(served_use, prefill_counts_NLE=profile_NLE)
     estimator = _ESTIMATORS[signature](layers="greedy", random_state=FIT_SEED).fit(fitted_use)
-    if (signature, clustering) != ("count_idf", "balanced"):
-        artifact = _refitted(artifact, estimator, fitted_use, clustering)
-    artifact = replace(artifact, domain_clusters=domain_homes(artifact))
+    artifact = _refitted(artifact, estimator, fitted_use, clustering)
     return FittedRouter(artifact, estimator.transform(served_use))
 
 
@@ -115,7 +116,7 @@ def _refitted(
     kind = BalancedSphericalKMeans if clustering == "balanced" else SphericalKMeans
     clusters = kind(artifact.k, random_state=artifact.seed).fit(points_ND)
     transform = estimator.signature_
-    return replace(
+    refitted = replace(
         artifact,
         idf_LE=transform.idf_LE,
         layer_mask=transform.layer_mask,
@@ -128,15 +129,17 @@ def _refitted(
             clusters.labels_,
             artifact.k,
         ),
-        domain_clusters=domain_clusters(use.domains_N, clusters.labels_),
+        domain_clusters={},
     )
+    return replace(refitted, domain_clusters=domain_homes(refitted))
 
 
 class PooledCore(RoutingCore):
-    """`RoutingCore` that looks scores up: a pool's requests have the same ones each time.
+    """`RoutingCore` that looks up what does not change from one draw of a request to the next.
 
-    Policy, loads, ramp, ledger and counters are the base class's; a test holds that it chooses as
-    the base class does. Nothing is offered to the reservoir: refits take recent requests.
+    That is its signature, and its scores where they are with fixed centroids. All else is the base
+    class's; a test holds that it chooses as the base class does, for every policy. Nothing is
+    offered to the reservoir: refits take recent requests.
 
     Args:
         settings: policy parameters.
@@ -151,6 +154,7 @@ class PooledCore(RoutingCore):
         self._settings, self._policy_name, self._seed = settings, policy, seed
         self._signatures_ND = router.signatures_ND
         self._scores_NK: Float32Array | None = None
+        self._row = 0
         self._recent: deque[int] = deque(maxlen=RECENT_REQUESTS)
         self.num_refits = 0
         super().__init__(self._make_policy({}), router.artifact, seed, ramp_s=settings.ramp_s)
@@ -159,10 +163,13 @@ class PooledCore(RoutingCore):
         """`select` for request `row` of the pool."""
         scores_K = None
         if self.policy.needs_scores:
+            self._recent.append(row)
+            if self.policy.follows_batch:
+                self._row = row
+                return self.select(request_id, None, None, domain, now)
             if self._scores_NK is None:
                 self._scores_NK = self._look_up()
             scores_K = self._scores_NK[row]
-            self._recent.append(row)
         self._allowed(())  # raises NoReplica where the base class does
         loads_K = self._ramped(self.loads(now), now)
         return self._place(request_id, scores_K, None, loads_K, domain, None, now)
@@ -214,6 +221,11 @@ class PooledCore(RoutingCore):
             self.num_refits += 1
             self.set_centroids(result.centroids_KD, {i: k for k, i in enumerate(ids)})
 
+    def _signature(
+        self, counts_LE: CountArray | None, prompt_tokens: int | None, now: float
+    ) -> tuple[Float32Array | None, FallbackReason | None]:
+        return self._signatures_ND[self._row], None
+
     def _look_up(self) -> Float32Array:
         """Score of each request with each replica's centroid, NaN without one; (N, K)."""
         scores_NC = self._signatures_ND @ self.centroids_CD.T
@@ -238,6 +250,7 @@ class PooledCore(RoutingCore):
             self._policy_name,
             tau=settings.tau,
             lambda_=settings.lambda_,
+            max_load=settings.max_load,
             seed=self._seed,
             domain_replicas={domain: ks for domain, ks in replicas.items() if ks},
         )
