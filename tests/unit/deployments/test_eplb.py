@@ -60,7 +60,7 @@ def ranks(tmp_path_factory) -> list[dict]:
         for rank in range(NUM_RANKS)
     ]
     try:
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
+        outputs = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
