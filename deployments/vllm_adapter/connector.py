@@ -20,6 +20,7 @@ from __future__ import annotations
 import base64
 import functools
 import logging
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ from deployments.vllm_adapter.capture import (
     encode_counts,
     stack_ids,
 )
+from deployments.vllm_adapter.expert_cache import cache_of
 from deployments.vllm_adapter.orphan import exit_with_parent
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from deployments.vllm_adapter.expert_cache import InstalledCache
+
 logger = logging.getLogger(__name__)
 
 CAPTURE_MODES = ("prefill", "decode", "trace", "off")
@@ -63,6 +67,19 @@ COUNTS_KEY = "eldr_counts"
 PROMPT_TOKENS_KEY = "eldr_prompt_tokens"
 TOTAL_COUNTS_KEY = "eldr_total_counts"
 _DISTINCT = "eldr_distinct_experts"
+# Counters of the expert cache: key of `InstalledCache.stats`, and what it says. Each worker of an
+# engine adds its own; rates and ratios do not depend on their number.
+CACHE_COUNTERS = {
+    "hits": "Experts of a layer and step that were in a slot.",
+    "demand_loads": "Experts loaded into a slot because a step needed them.",
+    "proactive_loads": "Experts loaded into a slot ahead of the step that may need them.",
+    "streamed_loads": "Experts that a long prompt read from the store without a slot.",
+    "load_bytes": "Bytes of all loads.",
+    "evictions": "Experts that lost their slot.",
+    "layer_steps": "MoE layers run, summed over steps.",
+    "kernel_calls": "Kernel calls for them; more than layer_steps where experts did not fit.",
+}
+_CACHE_INTERVAL_S = 0.1
 
 
 @dataclass
@@ -91,9 +108,11 @@ class EldrStats(NixlKVConnectorStats):
     def reset(self) -> None:
         super().reset()
         self.data[_DISTINCT] = []
+        self.data.update({_cache_key(name): [] for name in CACHE_COUNTERS})
 
     def is_empty(self) -> bool:
-        return super().is_empty() and not self.data[_DISTINCT]
+        ours = (_DISTINCT, *map(_cache_key, CACHE_COUNTERS))
+        return super().is_empty() and not any(self.data[key] for key in ours)
 
     def reduce(self) -> dict[str, int | float]:
         reduced: dict[str, int | float] = super().reduce()
@@ -119,11 +138,27 @@ class EldrPromMetrics(NixlPromMetrics):
             ),
             self.per_engine_labelvalues,
         )
+        self._cache = {
+            name: create_metric_per_engine(
+                self._counter_cls(
+                    name=f"vllm:eldr_cache_{name}", documentation=text, labelnames=labelnames
+                ),
+                self.per_engine_labelvalues,
+            )
+            for name, text in CACHE_COUNTERS.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)
         for value in transfer_stats_data[_DISTINCT]:
             self._distinct[engine_idx].observe(value)
+        for name, counters in self._cache.items():
+            if values := transfer_stats_data[_cache_key(name)]:
+                counters[engine_idx].inc(sum(values))
+
+
+def _cache_key(name: str) -> str:
+    return f"eldr_cache_{name}"
 
 
 class EldrConnector(NixlPullConnector):
@@ -159,6 +194,9 @@ class EldrConnector(NixlPullConnector):
             self._worker_meta = CountsMeta()
             self._eldr_stats = EldrStats()
             self.step_totals = StepTotals()
+            self._expert_cache: InstalledCache | None = None
+            self._cache_sent = dict.fromkeys(CACHE_COUNTERS, 0)
+            self._cache_sent_at = 0.0
 
     @property
     def _counts_prompts(self) -> bool:
@@ -169,6 +207,7 @@ class EldrConnector(NixlPullConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Bind to the MoE layers; the model is loaded and its KV cache exists."""
         super().register_kv_caches(kv_caches)
+        self._expert_cache = cache_of(self._vllm_config)
         if self._mode == "off":
             return
         num_experts = bind_routers(self._vllm_config, self._ids_by_layer)
@@ -195,6 +234,8 @@ class EldrConnector(NixlPullConnector):
     def wait_for_save(self) -> None:
         """End of a step, inside its forward context: count what the step chose."""
         super().wait_for_save()
+        if self._expert_cache is not None:
+            self._count_cache(self._expert_cache)
         if self._mode == "off":
             return
         slots = self._slots_of_step()
@@ -208,6 +249,17 @@ class EldrConnector(NixlPullConnector):
             distinct_L = distinct_experts(ids_TLk, self._num_experts)
             self.step_totals.add(distinct_L, slots.shape[0])
             self._eldr_stats.data[_DISTINCT].append(float(distinct_L.mean()))
+
+    def _count_cache(self, expert_cache: InstalledCache) -> None:
+        """Add what the expert cache did since the last time, ten times a second at most."""
+        if (now := time.monotonic()) - self._cache_sent_at < _CACHE_INTERVAL_S:
+            return
+        self._cache_sent_at = now
+        stats = expert_cache.stats()
+        for name, sent in self._cache_sent.items():
+            if stats[name] > sent:
+                self._eldr_stats.data[_cache_key(name)].append(stats[name] - sent)
+                self._cache_sent[name] = stats[name]
 
     def _slots_of_step(self) -> torch.Tensor | None:
         """KV slot of each token of this step, or None when no forward pass ran."""

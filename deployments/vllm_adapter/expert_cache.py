@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Router = Callable[[torch.Tensor], torch.Tensor]  # hidden states [T, H] to logits [T, E]
+
 _WEIGHTS = (W13, W2)
 _SCORED_BY_GATE = ("temporal", "spatio")
 
@@ -219,6 +221,7 @@ class InstalledCache:
         """Sums since the start of the worker, and what is set now."""
         runtime = self.runtime
         totals, counts = runtime.cache.ledger.totals(), runtime.counts
+        loads = totals.demand + totals.proactive + counts.streamed
         return {
             "policy": self.settings.policy,
             "slots": runtime.cache.capacity,
@@ -228,7 +231,6 @@ class InstalledCache:
             "top_k": self._top_k,
             "expert_bytes": self.expert_bytes,
             "slot_bytes": self.slot_bytes,
-            "anonymous_bytes": _anonymous_bytes(),
             "full_bytes": self.full_bytes,
             "steps": counts.steps,
             "tokens": counts.tokens,
@@ -239,6 +241,7 @@ class InstalledCache:
             "demand_loads": totals.demand,
             "proactive_loads": totals.proactive,
             "streamed_loads": counts.streamed,
+            "load_bytes": loads * self.expert_bytes,
             "evictions": totals.evictions,
         }
 
@@ -365,14 +368,14 @@ class GateScores:
     A batch's scores are the mean over its tokens: the expected uses of a token of the next step.
 
     Args:
-        temporal_L: W^T of each layer, (E, H); None: p^R counts alone (p^T = p^R at W^T's start).
-        spatio_L: W^S of each layer, (E, H); None: no prediction of the next layer.
+        temporal_L: logits of W^T in each layer; None: p^R counts alone (p^T = p^R at W^T's start).
+        spatio_L: logits of W^S in each layer; None: no prediction of the next layer.
 
     Source: CacheRouter (arXiv 2609.04895), s^T = p^R + p^T; the paper has one token a step.
     """
 
     def __init__(
-        self, temporal_L: list[torch.Tensor] | None, spatio_L: list[torch.Tensor] | None
+        self, temporal_L: Sequence[Router] | None, spatio_L: Sequence[Router] | None
     ) -> None:
         self._temporal_L, self._spatio_L = temporal_L, spatio_L
 
@@ -382,7 +385,7 @@ class GateScores:
         """See `Scoring.retention`."""
         scores_E = _mean_probability(logits_TE)
         if self._temporal_L is not None:
-            scores_E += _mean_probability(hidden_TH @ self._temporal_L[layer].T)
+            scores_E += _mean_probability(self._temporal_L[layer](hidden_TH))
         return scores_E
 
     def next_layer(
@@ -391,7 +394,7 @@ class GateScores:
         """See `Scoring.next_layer`."""
         if self._spatio_L is None:
             return None
-        return _mean_probability(hidden_TH @ self._spatio_L[layer].T)
+        return _mean_probability(self._spatio_L[layer](hidden_TH))
 
 
 def _mean_probability(logits_TE: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -408,18 +411,19 @@ def _gate_scores(
         return None
     dtype = runners[0].moe_config.in_dtype
 
-    def on_device(array_LEH: np.ndarray[Any, Any] | None) -> list[torch.Tensor] | None:
+    def routers(array_LEH: np.ndarray[Any, Any] | None) -> list[Router] | None:
         if array_LEH is None:
             return None
-        return list(torch.from_numpy(array_LEH).to(device, dtype))
+        weights_LEH = torch.from_numpy(array_LEH).to(device, dtype)
+        return [functools.partial(torch.nn.functional.linear, weight=w_EH) for w_EH in weights_LEH]
 
     spatio = None
     if policy == "spatio":
-        spatio = on_device(scores.spatio_LEH) or _gates_of_next_layers(runners)
-    return GateScores(on_device(scores.temporal_LEH), spatio)
+        spatio = routers(scores.spatio_LEH) or _gates_of_next_layers(runners)
+    return GateScores(routers(scores.temporal_LEH), spatio)
 
 
-def _gates_of_next_layers(runners: Sequence[Any]) -> list[torch.Tensor]:
+def _gates_of_next_layers(runners: Sequence[Any]) -> list[Router]:
     """W^S at its start: each layer is asked with the gate of the one after it."""
     if any(runner.gate is None for runner in runners):
         raise IncompatibleVllm(
@@ -427,8 +431,17 @@ def _gates_of_next_layers(runners: Sequence[Any]) -> list[torch.Tensor]:
             "of its MoE runner for this model: give spatio_LEH in cache.score_file, or take policy "
             "temporal"
         )
-    gates = [runner.gate.weight.data for runner in runners]
-    return gates[1:] + gates[:1]
+    # The modules, not their weights: on a CPU those are packed.
+    routers = [_gate_logits(runner.gate) for runner in runners]
+    return routers[1:] + routers[:1]
+
+
+def _gate_logits(gate: Any) -> Router:
+    def logits(hidden_TH: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = gate(hidden_TH)[0]
+        return result
+
+    return logits
 
 
 def _check_supported(vllm_config: VllmConfig, runners: Sequence[Any]) -> None:
@@ -467,7 +480,7 @@ def _check_supported(vllm_config: VllmConfig, runners: Sequence[Any]) -> None:
         )
 
 
-def _anonymous_bytes() -> int:
+def anonymous_bytes() -> int:
     """Memory of this process that no file backs: the mapped store is not in it."""
     memory = psutil.Process().memory_info()
     return int(memory.rss - memory.shared)

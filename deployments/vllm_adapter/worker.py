@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deployments.vllm_adapter.expert_cache import cache_of
+from deployments.vllm_adapter.expert_cache import anonymous_bytes, cache_of
 
 
 class EldrWorkerExtension:
@@ -26,9 +26,15 @@ class EldrWorkerExtension:
         }
 
     def eldr_cache_stats(self) -> dict[str, Any] | None:
-        """Statistics of this worker's expert cache (`InstalledCache.stats`); None without one."""
+        """Statistics of this worker's expert cache; None without one.
+
+        Returns:
+            What `InstalledCache.stats` says, and `anonymous_bytes` of the process.
+        """
         installed = cache_of(self.vllm_config)  # type: ignore[attr-defined]
-        return None if installed is None else installed.stats()
+        if installed is None:
+            return None
+        return {**installed.stats(), "anonymous_bytes": anonymous_bytes()}
 
     def eldr_cache_configure(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change settings of the expert cache between two steps (`InstalledCache.configure`).

@@ -1,0 +1,175 @@
+"""The expert cache in a real engine: half of the experts in slots, the tokens of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import CacheConfig, load_config
+from calibration.capture import Prompt
+from deployments.engine import Phase, engine_env, engine_kwargs
+from deployments.replica import set_side_channel
+from tests.e2e.conftest import MAX_TOKENS, MODEL, ROOT
+
+POLICIES = ("lru", "lfu", "lrfu", "temporal", "spatio")
+
+
+class Engine:
+    """An in-process decode engine that computes its prompts itself."""
+
+    def __init__(self, cache: CacheConfig, **kwargs: Any) -> None:
+        from transformers import AutoTokenizer
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = load_config(ROOT / "examples" / "demo-jsq.yaml")
+        config = config.model_copy(update={"cache": cache})
+        os.environ.update(engine_env(config.decode, "cpu"), VLLM_LOGGING_LEVEL="WARNING")
+        set_side_channel("127.0.0.1", 24000)
+        arguments = {**engine_kwargs(config, Phase.DECODE, "cpu"), **kwargs}
+        self._tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        self.loop = asyncio.new_event_loop()
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(MODEL), **arguments))
+
+        self.engine = self.loop.run_until_complete(start())
+        self.num = 0
+
+    def answers(self, prompts: list[Prompt], salt: str, limit: int = 64) -> dict[str, list[int]]:
+        """Greedy tokens by prompt id, `limit` requests at once; a new salt shares no prefix."""
+
+        async def one(prompt: Prompt, slots: asyncio.Semaphore) -> list[int]:
+            from vllm import SamplingParams
+
+            self.num += 1
+            request = f"r{self.num}"
+            params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
+            final = None
+            tokens = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt.text}],
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+            async with slots:
+                async for output in self.engine.generate(
+                    {"prompt_token_ids": tokens, "cache_salt": salt}, params, request
+                ):
+                    final = output
+            assert final is not None
+            return list(final.outputs[0].token_ids)
+
+        async def all_of_them() -> list[list[int]]:
+            slots = asyncio.Semaphore(limit)
+            return await asyncio.gather(*(one(prompt, slots) for prompt in prompts))
+
+        answers = self.loop.run_until_complete(all_of_them())
+        return {prompt.id: answer for prompt, answer in zip(prompts, answers, strict=True)}
+
+    def call(self, method: str, *args: Any) -> dict[str, Any]:
+        (result,) = self.loop.run_until_complete(self.engine.collective_rpc(method, args=args))
+        assert isinstance(result, dict)
+        return result
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experts")
+
+
+@pytest.fixture(scope="module")
+def engine(reference: dict[str, Any], store: Path) -> Iterator[Engine]:
+    engine = Engine(CacheConfig(enabled=True, fraction=0.5, policy="lru", store_dir=str(store)))
+    yield engine
+    engine.close()
+
+
+def expected(reference: dict[str, Any], prompts: list[Prompt]) -> dict[str, list[int]]:
+    return {prompt.id: reference[prompt.id]["token_ids"] for prompt in prompts}
+
+
+def test_memory_holds_half_of_the_experts(engine: Engine, prompts: list[Prompt]) -> None:
+    engine.answers(prompts, "memory")
+    stats = engine.call("eldr_cache_stats")
+    assert (stats["slots"], stats["num_experts"]) == (32, 64)
+    assert stats["slot_bytes"] * 2 == stats["full_bytes"]
+    full = engine.call("eldr_cache_configure", {"slots": 64})
+    assert full["slot_bytes"] == full["full_bytes"]
+    engine.answers(prompts, "memory of all")
+    full = engine.call("eldr_cache_stats")
+    half = engine.call("eldr_cache_configure", {"slots": 32})
+    assert half["slot_bytes"] * 2 == half["full_bytes"]
+    engine.answers(prompts, "memory of half")
+    half = engine.call("eldr_cache_stats")
+    freed = full["anonymous_bytes"] - half["anonymous_bytes"]
+    assert freed == pytest.approx(half["full_bytes"] / 2, rel=0.2), (full, half)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_are_those_without_a_cache(
+    engine: Engine, reference: dict[str, Any], prompts: list[Prompt], policy: str
+) -> None:
+    """27 prompts at once from slots that start empty: decode steps need more than 32 experts."""
+    budget = 8 if policy == "spatio" else 0
+    before = engine.call("eldr_cache_configure", {"policy": policy, "budget": budget})
+    assert before["policy"] == policy
+    assert engine.answers(prompts, f"all {policy}") == expected(reference, prompts)
+    assert engine.answers(prompts, f"few {policy}", limit=3) == expected(reference, prompts)
+    after = engine.call("eldr_cache_stats")
+    assert after["kernel_calls"] - before["kernel_calls"] > (
+        after["layer_steps"] - before["layer_steps"]
+    )
+    assert after["demand_loads"] > before["demand_loads"]
+    assert after["hits"] > before["hits"]
+    assert (after["proactive_loads"] > before["proactive_loads"]) == (policy == "spatio")
+
+
+@pytest.mark.parametrize("slots", [4, 10])
+def test_tokens_are_right_with_the_fewest_slots(
+    engine: Engine, reference: dict[str, Any], prompts: list[Prompt], slots: int
+) -> None:
+    some = prompts[::3]
+    engine.call("eldr_cache_configure", {"policy": "lru", "budget": 0, "slots": slots})
+    assert engine.answers(some, f"{slots} slots") == expected(reference, some)
+    engine.call("eldr_cache_configure", {"slots": 32})
+
+
+def test_settings_that_do_not_fit_are_refused_and_change_nothing(engine: Engine) -> None:
+    before = engine.call("eldr_cache_stats")
+    for changes, text in (
+        ({"slots": 3}, "below top-k 4"),
+        ({"slots": 65}, "exceeds the 64 experts"),
+        ({"policy": "best"}, "unknown cache policy"),
+        ({"policy": "lru", "budget": 4}, "loads nothing ahead"),
+        ({"policy": "spatio", "budget": 33}, r"must be in [0, 32]"),
+        ({"capacity": 8}, "capacity"),
+    ):
+        assert text in engine.call("eldr_cache_configure", changes)["error"]
+    after = engine.call("eldr_cache_stats")
+    assert {k: after[k] for k in ("slots", "policy", "budget")} == {
+        k: before[k] for k in ("slots", "policy", "budget")
+    }
+
+
+def test_damaged_store_stops_the_start(engine: Engine, store: Path) -> None:
+    """Checked on a copy of the running engine's file, as a second engine would open it."""
+    (file,) = store.glob("*.experts")
+    from cachemgr.store import ExpertStore, StoreError, _key_of, _read_header
+
+    key = _key_of(_read_header(file))
+    ExpertStore.open(file, key)
+    copy = store / "copy.experts"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    copy.write_bytes(data)
+    with pytest.raises(StoreError, match=r"damaged: w.*delete it"):
+        ExpertStore.open(copy, key)
