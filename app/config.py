@@ -37,7 +37,7 @@ __all__ = [
     "load_config",
 ]
 
-POLICIES_WITH_ARTIFACT = ("band", "soft", "domain")  # domain: its map of domains to clusters
+POLICIES_WITH_ARTIFACT = ("live", "band", "soft", "domain")  # domain: its map of domains to clusters
 # A capture row is one uint8 a block, layer and expert, and one token adds at most 1 to it.
 MAX_CAPTURE_BLOCK_SIZE = 255
 MIN_LEASE_S = 5.0
@@ -225,14 +225,18 @@ class RefitConfig(_Section):
 class RouterConfig(_Section):
     """How a decode replica is chosen."""
 
-    policy: Literal["random", "rr", "jsq", "p2c", "domain", "band", "soft"] = "soft"
-    """Routing rule; `soft` weighs expert locality against load, `band` is the ELDR paper's rule."""
+    policy: Literal["random", "rr", "jsq", "p2c", "domain", "band", "soft", "live"] = "live"
+    """Routing rule; `live` weighs likeness to what runs on a replica against its load, `soft` does
+    so with fixed centroids, `band` is the ELDR paper's rule."""
 
     tau: float = Field(default=0.1, ge=0, le=1)
     """Width of the locality band of policy `band`, in cosine units; 0.1 as in the ELDR paper."""
 
     lambda_: float = Field(default=0.5, ge=0, alias="lambda")
-    """Weight of load against similarity in policy `soft`, no unit; 0 looks at similarity only."""
+    """Weight of load against similarity in `soft` and `live`, no unit; 0: similarity only."""
+
+    max_load: float = Field(default=1.5, ge=1)
+    """Most load of a replica in policy `live`, as a multiple of the mean; 1.5 costs no locality."""
 
     seed: int = Field(default=0, ge=0)
     """Seed of random choices and tie-breaks; fixed so that a run can be repeated."""

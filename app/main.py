@@ -20,6 +20,7 @@ def router_settings(config: EldrConfig) -> Any:
         policy=router.policy,
         tau=router.tau,
         lambda_=router.lambda_,
+        max_load=router.max_load,
         seed=router.seed,
         artifact=router.artifact,
         reservoir_size=router.reservoir_size,

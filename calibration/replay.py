@@ -41,7 +41,7 @@ class Observer(Protocol):
         """Take a step's demand.
 
         Args:
-            replica: number of the replica, from 0 in order of appearance.
+            replica: number of the replica, from 0.
             union_LE: experts that the batch activates; bool (L, E), not to be kept.
             num_requests: requests in the batch; each decodes one token.
 
@@ -105,30 +105,30 @@ class Workload:
             )
         order = np.random.default_rng([seed, 0]).permutation(len(trace))
         half = len(trace) // 2
-        counts_NLE = np.stack(
+        counts_NLE: NDArray[np.int64] = np.stack(
             [
                 expert_counts(trace.tokens(r)[:prefix_tokens], trace.num_experts)
                 for r in range(len(trace))
             ]
-        ).astype(np.uint16 if prefix_tokens < 2**16 else np.uint32)
+        )
         return cls(
             trace,
             prefix_tokens,
             np.sort(order[:half]),
             np.sort(order[half:]),
-            counts_NLE,
+            counts_NLE.astype(np.uint16 if prefix_tokens < 2**16 else np.uint32),
             expert_bits(trace.ids_TLk, trace.num_experts),
         )
+
+    def decode_counts(self, requests: IndexArray) -> NDArray[np.int64]:
+        """Expert counts of what requests decode; int64 (requests, L, E)."""
+        decoded = (self.trace.tokens(int(r))[self.prefix_tokens :] for r in requests)
+        return np.stack([expert_counts(ids_TLk, self.trace.num_experts) for ids_TLk in decoded])
 
     def capture(self) -> Capture:
         """The calibration half, as the engines would have captured it."""
         rows, trace = self.calibration, self.trace
-        decode_NLE = np.stack(
-            [
-                expert_counts(trace.tokens(int(r))[self.prefix_tokens :], trace.num_experts)
-                for r in rows
-            ]
-        )
+        decode_NLE = self.decode_counts(rows)
         decode_tokens = trace.num_tokens_N[rows] - self.prefix_tokens
         return Capture(
             model_id="trace",
@@ -221,7 +221,8 @@ class ReplayResult:
         step_loads_S: expert loads of each step as the observer says, mean over layers; else 0.
         step_time_S: duration of each step.
         band_M: replicas in the locality band; NaN for policies without a band.
-        skew_M: largest load over mean load when each request came.
+        largest_M: requests in flight on the fullest replica when each request came.
+        mean_M: requests in flight a replica then, mean over replicas.
         best_similarity: mean over requests of the best cosine; None without signatures.
         duration: virtual time measured.
     """
@@ -233,21 +234,27 @@ class ReplayResult:
     step_loads_S: NDArray[np.float64]
     step_time_S: NDArray[np.float64]
     band_M: NDArray[np.float64]
-    skew_M: NDArray[np.float64]
+    largest_M: IndexArray
+    mean_M: NDArray[np.float64]
     best_similarity: float | None
     duration: float
 
     def figures(self) -> dict[str, float]:
-        """Scalars of the report; `distinct` is the mean over decoded tokens."""
+        """Scalars of the report.
+
+        `distinct` is the mean over decoded tokens, `max_batch` the mean over arrivals of the
+        fullest replica's load, `peak_batch` the largest batch of all.
+        """
         tokens = self.step_batch_S.sum()
         figures = {
             "distinct": float(self.step_batch_S @ self.step_distinct_S / tokens),
             "distinct_step": float(self.step_distinct_S.mean()),
             "tpot_mean": float(self.tpot_M.mean()),
             **{f"tpot_p{p}": float(np.percentile(self.tpot_M, p)) for p in (50, 95, 99)},
-            "max_batch": float(self.step_batch_S.max()),
+            "max_batch": float(self.largest_M.mean()),
+            "peak_batch": float(self.step_batch_S.max()),
             "mean_batch": float(self.step_batch_S.mean()),
-            "load_skew": float(self.skew_M.mean()),
+            "load_skew": float(self.largest_M.mean() / max(self.mean_M.mean(), 1e-9)),
             "loads_per_token": float(self.step_loads_S.sum() / tokens),
             "tokens_per_time": float(tokens / self.duration),
         }
@@ -308,6 +315,8 @@ class Replay:
         observer: sees every step.
         scenario: may change the pool before an arrival.
         order: requests to serve, in order and with repeats, instead of shuffles of the served half.
+        together: start all requests in flight at their first token, and measure from there on,
+            without warm-up; otherwise they start spread over their length.
     """
 
     def __init__(
@@ -324,26 +333,30 @@ class Replay:
         observer: Observer | None = None,
         scenario: Scenario | None = None,
         order: IndexArray | None = None,
+        together: bool = False,
     ) -> None:
         if num_replicas < 1 or num_requests < 1 or num_warmup < 0:
             raise ValueError(
                 "need at least one replica and one request and no negative warm-up, got "
                 f"{num_replicas}, {num_requests}, {num_warmup}"
             )
-        self._workload, self._core, self._arrivals = workload, core, arrivals
+        self.core = core
+        self._workload, self._arrivals = workload, arrivals
         self._law = StepTimeLaw() if law is None else law
         self._observer, self._scenario = observer, scenario
-        self._first = arrivals.concurrency + num_warmup
+        self._first = 0 if together else arrivals.concurrency + num_warmup
         self._last = self._first + num_requests
         # Requests after the last measured one keep the load up until that one has ended.
         total = self._last + 64 * arrivals.concurrency
-        self._order = order if order is not None else _shuffles(workload.served, total, seed)
+        self._order = shuffles(workload.served, total, seed) if order is None else order
         if len(self._order) < self._last:
             raise ValueError(f"order has {len(self._order)} requests, need {self._last}")
         rng = np.random.default_rng([seed, 2])
         lengths = workload.trace.num_tokens_N[self._order[: arrivals.concurrency]]
         decode = lengths - workload.prefix_tokens
         self._phases = (rng.random(len(decode)) * decode).astype(np.int64)
+        if together:
+            self._phases[:] = 0
         if arrivals.kind != "closed":
             self._times = np.cumsum(arrivals.gaps(len(self._order), rng))
         core.set_replicas([replica_name(k) for k in range(num_replicas)])
@@ -353,7 +366,7 @@ class Replay:
         self._next = 0
         self._where: dict[int, int] = {}
         self._band: dict[int, float] = {}
-        self._skew: dict[int, float] = {}
+        self._loads: dict[int, tuple[int, float]] = {}
         self._tpot: dict[int, float] = {}
         self._steps: list[tuple[int, float, float, float]] = []
         self._window = (0.0, np.inf)
@@ -362,8 +375,8 @@ class Replay:
         """Serve until every measured request has ended."""
         for _ in range(self._arrivals.concurrency):
             self._arrive(0.0)
-        for replica_id in list(self._replicas):
-            self._start_step(replica_id, 0.0)
+        for known in list(self._replicas):
+            self._start_step(known, 0.0)
         if self._arrivals.kind != "closed":
             self._push(float(self._times[0]), None)
         measured = self._last - self._first
@@ -385,12 +398,12 @@ class Replay:
         elif number == self._last:
             self._window = (self._window[0], now)
         if self._scenario is not None:
-            self._scenario(number, now, self._core)
+            self._scenario(number, now, self.core)
         request = int(self._order[number])
         workload, trace = self._workload, self._workload.trace
-        loads = self._core.loads(now)
-        self._skew[number] = loads.max() / max(loads.mean(), 1e-9) if loads.any() else 1.0
-        selection = self._core.select(
+        loads = self.core.loads(now)
+        self._loads[number] = (int(loads.max()), float(loads.mean()))
+        selection = self.core.select(
             str(number),
             workload.counts_NLE[request],
             workload.prefix_tokens,
@@ -399,7 +412,7 @@ class Replay:
         )
         replica = self._replicas.get(selection.replica_id)
         if replica is None:
-            replica = _Replica(len(self._replicas))
+            replica = _Replica(replica_number(selection.replica_id))
             self._replicas[selection.replica_id] = replica
         self._where[number] = replica.number
         self._band[number] = np.nan if selection.band_size is None else selection.band_size
@@ -433,7 +446,7 @@ class Replay:
         replica = self._replicas[replica_id]
         done = replica.advance()
         for number, joined in done:
-            self._core.release(str(number))
+            self.core.release(str(number))
             if self._first <= number < self._last:
                 request = int(self._order[number])
                 tokens = self._workload.trace.num_tokens_N[request] - self._workload.prefix_tokens
@@ -462,8 +475,9 @@ class Replay:
             step_loads_S=loads,
             step_time_S=times,
             band_M=np.array([self._band[i] for i in numbers], dtype=np.float64),
-            skew_M=np.array([self._skew[i] for i in numbers]),
-            best_similarity=self._core.mean_best_similarity,
+            largest_M=np.array([self._loads[i][0] for i in numbers], dtype=np.int64),
+            mean_M=np.array([self._loads[i][1] for i in numbers]),
+            best_similarity=self.core.mean_best_similarity,
             duration=end - begin,
         )
 
@@ -473,8 +487,26 @@ def replica_name(number: int) -> str:
     return f"decode-{number:04d}"
 
 
-def _shuffles(served: IndexArray, total: int, seed: int) -> IndexArray:
-    """The served requests again and again, each time in another order; int64 (total,)."""
+def replica_number(replica_id: str) -> int:
+    """Inverse of `replica_name`."""
+    return int(replica_id.rpartition("-")[2])
+
+
+def shuffles(served: IndexArray, total: int, seed: int) -> IndexArray:
+    """The served requests again and again, each time in another order; int64 (total,).
+
+    So no request is in flight twice as long as there are enough of them.
+    """
     rng = np.random.default_rng([seed, 1])
     rounds = -(-total // len(served))
-    return np.concatenate([rng.permutation(served) for _ in range(rounds)])[:total]
+    order: IndexArray = np.concatenate([rng.permutation(served) for _ in range(rounds)])
+    return order[:total]
+
+
+def independent_draws(served: IndexArray, total: int, seed: int) -> IndexArray:
+    """Served requests drawn with replacement; int64 (total,).
+
+    Copies of one request run at the same time, and locality routing brings them together.
+    """
+    drawn: IndexArray = np.random.default_rng([seed, 1]).choice(served, total)
+    return drawn

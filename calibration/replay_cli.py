@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-DEFAULT_POLICIES = "jsq,rr,p2c,random,domain,band,soft"
+DEFAULT_POLICIES = "jsq,rr,p2c,random,domain,band,soft,live"
 
 
 def add_cli(subparsers: Any) -> None:
@@ -32,6 +32,9 @@ def add_cli(subparsers: Any) -> None:
         "--min-tokens", type=int, help="shortest request to take (default: twice the prefix)"
     )
     parser.add_argument("--policies", default=DEFAULT_POLICIES, help=f"default {DEFAULT_POLICIES}")
+    parser.add_argument(
+        "--reference", help="policy to compare with (default: the strongest load balancer)"
+    )
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default 5)")
     parser.add_argument(
         "--requests", type=int, help="measured requests a run (default: ten times --concurrency)"
@@ -50,7 +53,23 @@ def add_cli(subparsers: Any) -> None:
     )
     parser.add_argument("--tau", type=float, default=0.1, help="band width (default 0.1)")
     parser.add_argument(
-        "--lambda", dest="lambda_", type=float, default=0.5, help="load weight of soft"
+        "--lambda", dest="lambda_", type=float, default=0.5, help="load weight of soft and live"
+    )
+    parser.add_argument(
+        "--max-load", type=float, default=1.5, help="load bound of live (default 1.5)"
+    )
+    parser.add_argument(
+        "--draw",
+        choices=("shuffle", "independent"),
+        default="shuffle",
+        help="serve every request once before any comes again, or draw with replacement: then "
+        "copies of one run at the same time, which flatters locality (default shuffle)",
+    )
+    parser.add_argument(
+        "--start",
+        choices=("spread", "together"),
+        default="spread",
+        help="start from a steady state, or all requests at their first token (default spread)",
     )
     parser.add_argument(
         "--layers",
@@ -65,6 +84,18 @@ def add_cli(subparsers: Any) -> None:
         default="1,0.01,0.09",
         help="time of a step: base, per request, per distinct expert (default 1,0.01,0.09)",
     )
+    parser.add_argument(
+        "--bound",
+        action="store_true",
+        help="also search for the assignment that a clairvoyant would choose (slow)",
+    )
+    parser.add_argument(
+        "--scenario",
+        choices=("pool-change", "drift"),
+        help="change the pool (to --new-replicas) or the domains in the middle of a run, with "
+        "--policies' first policy against jsq",
+    )
+    parser.add_argument("--new-replicas", type=int, help="decode replicas after the change")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(func=_command)
 
@@ -89,11 +120,25 @@ def _command(args: argparse.Namespace) -> int:
     from router.policy import make_policy
 
     policies = [name.strip() for name in args.policies.split(",") if name.strip()]
-    if not policies or args.seeds < 1:
-        raise ValueError(f"need a policy and a seed, got {args.policies!r} and {args.seeds}")
+    if not policies:
+        raise ValueError(f"--policies must name a policy, got {args.policies!r}")
+    for name in ("seeds", "replicas", "concurrency"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be >= 1, got {getattr(args, name)}")
+    if args.reference is not None and args.reference not in policies:
+        raise ValueError(
+            f"--reference {args.reference!r} must be one of --policies {args.policies}"
+        )
     for name in policies:
-        make_policy(name, tau=args.tau, lambda_=args.lambda_)  # refuses before anything runs
+        make_policy(
+            name, tau=args.tau, lambda_=args.lambda_, max_load=args.max_load
+        )  # refuses before anything runs
     trace = load_trace(args.ids, args.meta, args.experts)
+    if args.scenario is not None:
+        from calibration import elasticity
+
+        policy = "soft" if args.policies == DEFAULT_POLICIES else policies[0]
+        return elasticity.command(args, trace, policy)
     settings = replay_report.Settings(
         policies=policies,
         num_replicas=args.replicas,
@@ -106,6 +151,9 @@ def _command(args: argparse.Namespace) -> int:
         law=args.step_law,
         tau=args.tau,
         lambda_=args.lambda_,
+        max_load=args.max_load,
+        draw=args.draw,
+        start=args.start,
         layers=args.layers,
     )
     if args.arrivals != "closed":
@@ -119,7 +167,10 @@ def _command(args: argparse.Namespace) -> int:
             bar.update()
 
         figures = replay_report.run(trace, settings, on_run)
-    report = replay_report.summary(figures, settings)
+    report = replay_report.summary(figures, settings, args.reference)
+    if args.bound:
+        seeds = tqdm(settings.seeds, desc="clairvoyant", unit="seed")
+        report["clairvoyant"] = replay_report.clairvoyant(trace, settings, seeds)
     if args.json:
         print(json.dumps(report))
         return 0
@@ -129,4 +180,7 @@ def _command(args: argparse.Namespace) -> int:
         f"{report['reference']} with its 95 % interval"
     )
     print(table(replay_report.rows(report)))
+    if args.bound:
+        bound = report["clairvoyant"]["distinct"]
+        print(f"\nclairvoyant, even loads: {replay_report.change(bound['mean'], bound['ci'])}")
     return 0

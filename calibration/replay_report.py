@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import scipy.stats
 
 from calibration.artifact import Artifact
+from calibration.clairvoyant import clairvoyant_ratio
+from calibration.clustering import BalancedSphericalKMeans
 from calibration.fit import LayerChoice
-from calibration.replay import Arrivals, Observer, Replay, ReplayResult, Workload
+from calibration.replay import (
+    Arrivals,
+    Observer,
+    Replay,
+    ReplayResult,
+    Workload,
+    independent_draws,
+    shuffles,
+)
+from calibration.signature import IndexArray
 from calibration.step_time import StepTimeLaw
 from calibration.traces import RoutingTrace
 from router.core import RoutingCore
@@ -40,8 +51,12 @@ class Settings:
         num_warmup: requests before those.
         law: time of a decode step.
         tau: band width of `band`.
-        lambda_: load weight of `soft`.
+        lambda_: load weight of `soft` and `live`.
+        max_load: load bound of `live`.
         layers: layers of the signature.
+        draw: "shuffle" serves every request once before any comes again; "independent" draws them
+            with replacement, so that copies of one run at the same time.
+        start: "spread" starts from a steady state; "together" with all at their first token.
     """
 
     policies: Sequence[str]
@@ -55,7 +70,10 @@ class Settings:
     law: StepTimeLaw = field(default_factory=StepTimeLaw)
     tau: float = 0.1
     lambda_: float = 0.5
+    max_load: float = 1.5
     layers: LayerChoice = "all"
+    draw: Literal["shuffle", "independent"] = "shuffle"
+    start: Literal["spread", "together"] = "spread"
 
 
 def run(
@@ -98,9 +116,12 @@ def run_one(
         policy,
         tau=settings.tau,
         lambda_=settings.lambda_,
+        max_load=settings.max_load,
         seed=seed,
         domain_replicas=artifact.domain_clusters,
     )
+    total = settings.num_requests + settings.num_warmup + 65 * settings.arrivals.concurrency
+    draw = shuffles if settings.draw == "shuffle" else independent_draws
     return Replay(
         workload,
         RoutingCore(made, artifact, seed),
@@ -111,6 +132,8 @@ def run_one(
         num_warmup=settings.num_warmup,
         seed=seed,
         observer=observer,
+        order=draw(workload.served, total, seed),
+        together=settings.start == "together",
     ).run()
 
 
@@ -125,6 +148,35 @@ def open_rate(trace: RoutingTrace, settings: Settings) -> float:
     artifact = workload.fit(settings.num_replicas, seed, "all")
     result = run_one(workload, artifact, closed, "jsq", seed)
     return len(result.tpot_M) / result.duration
+
+
+def clairvoyant(
+    trace: RoutingTrace, settings: Settings, seeds: Iterable[int]
+) -> dict[str, dict[str, Any]]:
+    """Distinct experts of clairvoyant over blind assignments with even loads, mean and interval.
+
+    The search starts from balanced clusters of what the requests really decode.
+    """
+    ratios = []
+    for seed in seeds:
+        workload = Workload.split(trace, settings.prefix_tokens, seed, settings.min_tokens)
+
+        def start(
+            requests_N: IndexArray, workload: Workload = workload, seed: int = seed
+        ) -> IndexArray:
+            profiles_NLE = workload.decode_counts(requests_N).astype(np.float32)
+            profiles_ND = profiles_NLE.reshape(len(requests_N), -1)
+            profiles_ND /= np.linalg.norm(profiles_ND, axis=1, keepdims=True)
+            clusters = BalancedSphericalKMeans(settings.num_replicas, random_state=seed)
+            return clusters.fit(profiles_ND, show_progress=False).labels_
+
+        ratios.append(
+            clairvoyant_ratio(
+                workload, start, settings.num_replicas, settings.arrivals.concurrency, seed
+            )
+        )
+    mean = round(float(np.mean(ratios)), 4)
+    return {"distinct": {"mean": mean, "ci": _rounded(interval(ratios))}}
 
 
 def reference(figures: Figures) -> str:
@@ -145,9 +197,20 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-def summary(figures: Figures, settings: Settings) -> dict[str, Any]:
-    """Means, and paired ratios to the reference with their intervals, as JSON would have them."""
-    best = reference(figures)
+def summary(figures: Figures, settings: Settings, against: str | None = None) -> dict[str, Any]:
+    """Means, and paired ratios to a reference with their intervals, as JSON would have them.
+
+    Args:
+        figures: what `run` gave.
+        settings: what it was given.
+        against: policy to compare with; None: the strongest load balancer.
+
+    Raises:
+        ValueError: `against` was not replayed.
+    """
+    best = reference(figures) if against is None else against
+    if best not in figures:
+        raise ValueError(f"reference {best!r} is none of the policies {', '.join(figures)}")
     policies: dict[str, Any] = {}
     for policy, rows in figures.items():
         row: dict[str, Any] = {name: round(float(np.mean(v)), 4) for name, v in rows.items()}
@@ -186,7 +249,7 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
                 cells.append(f"{row[name]:.3f}")
             else:
                 ratio = row["ratio"][name]
-                cells.append(_change(ratio["mean"], ratio["ci"]))
+                cells.append(change(ratio["mean"], ratio["ci"]))
         band = f"{row['band_size']:.1f}" if "band_size" in row else "-"
         label = f"{policy} (reference)" if policy == best else policy
         lines.append([label, *cells, f"{row['max_batch']:.1f}", f"{row['load_skew']:.2f}", band])
@@ -201,7 +264,8 @@ _TITLES = {
 }
 
 
-def _change(mean: float, ci: list[float] | None) -> str:
+def change(mean: float, ci: list[float] | None) -> str:
+    """A ratio as a change in percent, with its interval."""
     text = f"{100 * (mean - 1):+.1f} %"
     if ci is None:
         return text

@@ -19,6 +19,7 @@ class Random:
 
     name = "random"
     needs_scores = False
+    follows_batch = False
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -40,6 +41,7 @@ class RoundRobin:
 
     name = "rr"
     needs_scores = False
+    follows_batch = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -64,6 +66,7 @@ class JSQ:
 
     name = "jsq"
     needs_scores = False
+    follows_batch = False
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -84,6 +87,7 @@ class P2C:
 
     name = "p2c"
     needs_scores = False
+    follows_batch = False
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -117,6 +121,7 @@ class Domain:
 
     name = "domain"
     needs_scores = False
+    follows_batch = False
 
     def __init__(
         self, domain_replicas: Mapping[str, Sequence[int]], rng: np.random.Generator

@@ -22,6 +22,8 @@ from router.reservoir import SignatureReservoir
 from router.types import CountArray, FallbackReason, IntArray, NoReplica, Selection
 
 NO_CENTROID = -1
+BATCH_PRIOR = 1.0
+"""Requests that a replica's centroid counts for in the mean signature of what runs there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,9 @@ class RoutingCore:
         self._reported_at_K = np.empty(0)
         self._joined_at_K = np.empty(0)
         self._last_joined_at = -math.inf
+        # Mean signature of what runs on each replica, for policies that follow the batch.
+        self._running_KD: Float32Array = np.empty((0, 0), dtype=np.float32)
+        self._has_running_K = np.empty(0, dtype=np.bool_)
         self.set_artifact(artifact)
 
     # ---- pool and artifact
@@ -181,6 +186,7 @@ class RoutingCore:
         """
         self._artifact = artifact
         self._reservoir.clear()
+        self._has_running_K[:] = False
         centroids_CD = artifact.centroids_KD if artifact else np.empty((0, 0), np.float32)
         self.set_centroids(centroids_CD, self.assignment)
 
@@ -188,6 +194,8 @@ class RoutingCore:
         self, centroids_CD: Float32Array, assignment: Mapping[str, int | None]
     ) -> None:
         """Swap the centroids, as after a refit; loads, reservations and reservoir stay.
+
+        So do mean signatures of running batches: they have followed the traffic already.
 
         Args:
             centroids_CD: unit vectors in the signature space of the artifact; float32, shape
@@ -233,15 +241,16 @@ class RoutingCore:
         """
         self._give_up(request_id)
         allowed = self._allowed(exclude)
-        scores_K, reason = None, None
+        signature_D, scores_K, reason = None, None, None
         if self.policy.needs_scores:
             signature_D, reason = self._signature(counts_LE, prompt_tokens, now)
             if signature_D is not None:
-                scores_C = np.dot(self._centroids_CD, signature_D, out=self._scores_C[:-1])
-                self._note_scores(scores_C)
-                scores_K = self._scores_C[self._centroid_K]
+                scores_K = self._scores(signature_D)
         loads_K = self._ramped(self.loads(now), now)
-        return self._place(request_id, scores_K, reason, loads_K, domain, allowed, now)
+        selection = self._place(request_id, scores_K, reason, loads_K, domain, allowed, now)
+        if signature_D is not None and self.policy.follows_batch:
+            self._follow(self._index[selection.replica_id], signature_D)
+        return selection
 
     def select_many(
         self, requests: Sequence[RouteRequest], now: float
@@ -274,7 +283,7 @@ class RoutingCore:
                 )
                 if signature_D is not None:
                     signatures[b] = signature_D
-        scores = self._batch_scores(signatures)
+        scores_BK, rows = self._batch_scores(signatures)
         raw_K = self.loads(now)
         loads_K = self._ramped(raw_K, now)
         answers: list[Selection | NoReplica] = []
@@ -287,7 +296,7 @@ class RoutingCore:
                 continue
             selection = self._place(
                 request.request_id,
-                scores.get(b),
+                scores_BK[rows[b]] if b in rows else None,
                 reasons.get(b),
                 loads_K,
                 request.domain,
@@ -295,6 +304,14 @@ class RoutingCore:
                 now,
             )
             k = self._index[selection.replica_id]
+            if b in rows and self.policy.follows_batch:
+                # What runs on k is another mix now: those that follow must see it.
+                self._follow(k, signatures[b])
+                later = scores_BK[rows[b] + 1 :]
+                for row, signature_D in zip(
+                    later, list(signatures.values())[rows[b] + 1 :], strict=True
+                ):
+                    row[k] = signature_D @ self._running_KD[k]
             raw_K[k] += 1
             loads_K[k] = max(loads_K[k], raw_K[k])  # one array unless a replica ramps up
             answers.append(selection)
@@ -325,9 +342,9 @@ class RoutingCore:
         if fallback is not None:
             self._counters[f"fallback_{fallback}"] += 1
         centroid = int(self._centroid_K[decision.index])
-        similarity = None
-        if scores_K is not None and centroid != NO_CENTROID:
-            similarity = float(scores_K[decision.index])
+        similarity = None if scores_K is None else float(scores_K[decision.index])
+        if similarity is not None and math.isnan(similarity):
+            similarity = None
         return Selection(
             request_id=request_id,
             replica_id=self._ids[decision.index],
@@ -471,8 +488,25 @@ class RoutingCore:
         joined = self._joined_at_K
         self._joined_at_K = np.array([new_since if k is None else joined[k] for k in kept_K])
         self._centroid_K = assign_centroids(ids, assignment, len(self._scores_C) - 1)
+        if self.policy.follows_batch:
+            self._lay_out_running(kept_K)
         self._ids = list(ids)
         self._index = {replica_id: k for k, replica_id in enumerate(ids)}
+
+    def _lay_out_running(self, kept_K: Sequence[int | None]) -> None:
+        """Rebuild the mean signatures: kept replicas keep theirs, others get their centroid."""
+        running, has = self._running_KD, self._has_running_K
+        num_dims = self._centroids_CD.shape[1]
+        self._running_KD = np.zeros((len(kept_K), num_dims), dtype=np.float32)
+        self._has_running_K = np.zeros(len(kept_K), dtype=np.bool_)
+        for k, (kept, centroid) in enumerate(zip(kept_K, self._centroid_K.tolist(), strict=True)):
+            if kept is not None and has[kept]:
+                self._running_KD[k] = running[kept]
+            elif centroid != NO_CENTROID:
+                self._running_KD[k] = self._centroids_CD[centroid]
+            else:
+                continue
+            self._has_running_K[k] = True
 
     def _allowed(self, exclude: Collection[str]) -> IntArray | None:
         """Indices that may be chosen; None for all; NoReplica if there are none."""
@@ -504,15 +538,65 @@ class RoutingCore:
             return None, FallbackReason.NO_CENTROID
         return signature_D, None
 
-    def _batch_scores(self, signatures: Mapping[int, Float32Array]) -> dict[int, Float32Array]:
-        """Cosines to each replica's centroid, shape (K,), NaN without one; by the same keys."""
+    def _scores(self, signature_D: Float32Array) -> Float32Array:
+        """Similarity to each replica's centroid or batch, shape (K,); NaN where there is none."""
+        if self.policy.follows_batch:
+            scores_K: Float32Array = self._running_KD @ signature_D
+            scores_K[~self._has_running_K] = np.nan
+            self._note_running(scores_K)
+            return scores_K
+        scores_C = np.dot(self._centroids_CD, signature_D, out=self._scores_C[:-1])
+        self._note_scores(scores_C)
+        scores_K = self._scores_C[self._centroid_K]
+        return scores_K
+
+    def _batch_scores(
+        self, signatures: Mapping[int, Float32Array]
+    ) -> tuple[Float32Array, dict[int, int]]:
+        """What `_scores` gives for each signature, shape (B, K), and the row of each key."""
+        rows = {key: row for row, key in enumerate(signatures)}
         if not signatures:
-            return {}
+            return np.empty((0, len(self._ids)), dtype=np.float32), rows
+        signatures_BD = np.stack(list(signatures.values()))
+        if self.policy.follows_batch:
+            scores_BK: Float32Array = signatures_BD @ self._running_KD.T
+            scores_BK[:, ~self._has_running_K] = np.nan
+            for scores_K in scores_BK:
+                self._note_running(scores_K)
+            return scores_BK, rows
         scores_BC = np.full((len(signatures), len(self._scores_C)), np.nan, dtype=np.float32)
-        np.matmul(np.stack(list(signatures.values())), self._centroids_CD.T, out=scores_BC[:, :-1])
+        np.matmul(signatures_BD, self._centroids_CD.T, out=scores_BC[:, :-1])
         for scores_C in scores_BC[:, :-1]:
             self._note_scores(scores_C)
-        return dict(zip(signatures, scores_BC[:, self._centroid_K], strict=True))
+        return scores_BC[:, self._centroid_K], rows
+
+    def _follow(self, k: int, signature_D: Float32Array) -> None:
+        """Count a request that was just reserved on replica k into the mean of what runs there.
+
+        A request that ends takes the mean with it, not its own signature: the mean stays, and only
+        its weight, the load, falls. So nothing is kept per request, and an idle replica remembers
+        what it served last.
+        """
+        running_D = self._running_KD[k]
+        if not self._has_running_K[k]:
+            running_D[:] = signature_D
+            self._has_running_K[k] = True
+            return
+        rate = 1.0 / (BATCH_PRIOR + self.ledger.load(self._ids[k]))
+        running_D += np.float32(rate) * (signature_D - running_D)
+
+    def _note_running(self, scores_K: Float32Array) -> None:
+        """Note which replica's batch a request is nearest to, as if it were its centroid."""
+        if not self._has_running_K.any():
+            return
+        nearest = int(np.nanargmax(scores_K))
+        best = float(scores_K[nearest])
+        self._counters["scored"] += 1
+        self._best_similarity_sum += best
+        centroid = int(self._centroid_K[nearest])
+        if centroid != NO_CENTROID:
+            self._since_mark_C[centroid] += 1
+            self._similarity_since_mark += best
 
     def _note_scores(self, scores_C: Float32Array) -> None:
         nearest = int(scores_C.argmax())

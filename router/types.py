@@ -57,8 +57,9 @@ class Selection:
         request_id: key of the reservation; give it to `release` exactly once.
         replica_id: the chosen decode replica.
         policy: name of the policy that chose.
-        similarity: cosine of the signature with the chosen replica's centroid, in [-1, 1]; None
-            without a signature or a centroid.
+        similarity: cosine of the signature with the chosen replica's centroid, or its mean cosine
+            with what runs there, as the policy wants it; in [-1, 1]; None without a signature or
+            a centroid.
         band_size: replicas in the locality band; None for policies without a band.
         centroid: index of the chosen replica's centroid; None if it has none.
         fallback: why the choice went by load alone; None if it did not.

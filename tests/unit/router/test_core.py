@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from router.core import RoutingCore
-from router.policy import Band, Soft, make_policy
+from router.core import RouteRequest, RoutingCore
+from router.policy import Band, Live, Soft, make_policy
 from router.types import FallbackReason, NoReplica
 from tests.builders import build_artifact, build_domain_request
 
@@ -290,3 +290,74 @@ class TestState:
         select(core, "new", now=90.0)
         assert core.expire(now=100.0, max_age_s=60.0) == ["old"]
         assert core.counters["expired"] == 1
+
+
+class TestFollowingTheBatch:
+    def live_core(self, num_replicas: int = 4) -> RoutingCore:
+        return build_core(num_replicas, Live(0.1, 4.0))
+
+    def test_an_idle_replica_is_its_centroid(self):
+        core, soft = self.live_core(), build_core(policy=Soft(0.5))
+        for domain in range(4):
+            counts = build_domain_request(domain)
+            ours, theirs = select(core, f"r{domain}", counts), select(soft, "r", counts)
+            soft.release("r")
+            core.release(f"r{domain}")
+            assert ours.replica_id == theirs.replica_id
+
+    def test_home_moves_with_what_runs_there(self):
+        core = self.live_core()
+        for i in range(6):  # all others are refused: domain 1 settles on d0
+            select(core, f"r{i}", build_domain_request(1), exclude=["d1", "d2", "d3"])
+        for i in range(6):
+            select(core, f"s{i}", build_domain_request(0), exclude=["d0", "d2", "d3"])
+        assert select(core, "t", build_domain_request(1)).replica_id == "d0"
+        assert select(core, "u", build_domain_request(0)).replica_id == "d1"
+
+    def test_similarity_is_the_mean_cosine_to_centroid_and_running_requests(self):
+        core = self.live_core()
+        transform, centroid = core.artifact.transform, core.artifact.centroids_KD[0]
+        first, second = (build_domain_request(0), build_domain_request(1))
+        others = ["d1", "d2", "d3"]
+        select(core, "a", first, exclude=others)
+        select(core, "b", second, exclude=others)
+        third = transform(build_domain_request(0))
+        terms = [centroid @ third, transform(first) @ third, transform(second) @ third]
+        answer = select(core, "c", build_domain_request(0), exclude=others)
+        assert answer.similarity == pytest.approx(float(np.mean(terms)), abs=1e-5)
+
+    def test_a_replica_without_centroid_takes_part_once_it_has_served(self):
+        core = self.live_core(5)
+        assert core.assignment["d4"] is None
+        first = select(core, "a", build_domain_request(2), exclude=["d0", "d1", "d2", "d3"])
+        assert first.similarity is None
+        core.release("a")
+        again = select(core, "b", build_domain_request(2), exclude=["d0", "d1", "d3"])
+        assert again.similarity is not None
+
+    def test_a_batch_is_placed_as_if_one_by_one(self):
+        one, many = self.live_core(), self.live_core()
+        requests = [RouteRequest(f"r{i}", build_domain_request(i % 3), TOKENS) for i in range(24)]
+        singles = [
+            one.select(r.request_id, r.counts_LE, r.prompt_tokens, None, 0.0) for r in requests
+        ]
+        answers = many.select_many(requests, 0.0)
+        for single, answer in zip(singles, answers, strict=True):
+            assert answer.replica_id == single.replica_id
+            assert answer.similarity == pytest.approx(single.similarity, abs=1e-5)
+
+    def test_batches_are_kept_when_the_pool_changes(self):
+        core = self.live_core()
+        for i in range(6):
+            select(core, f"r{i}", build_domain_request(1), exclude=["d1", "d2", "d3"])
+        core.set_replicas(["d0", "d2", "d3"])
+        assert select(core, "t", build_domain_request(1)).replica_id == "d0"
+
+    def test_another_artifact_starts_afresh(self):
+        core = self.live_core()
+        for i in range(6):
+            select(core, f"r{i}", build_domain_request(1), exclude=["d1", "d2", "d3"])
+        for i in range(6):
+            core.release(f"r{i}")
+        core.set_artifact(build_artifact(4))
+        assert select(core, "t", build_domain_request(1)).replica_id == "d1"

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from router.policy import Band, Soft, locality_band, make_policy
+from router.policy import Band, Live, Soft, locality_band, make_policy
 from router.types import FallbackReason
 
 NAN = math.nan
-ALL = ["random", "rr", "jsq", "p2c", "domain", "band", "soft"]
+ALL = ["random", "rr", "jsq", "p2c", "domain", "band", "soft", "live"]
 
 
 def scores(*values: float) -> np.ndarray:
@@ -161,10 +161,42 @@ class TestMakePolicy:
     def test_names(self, name):
         policy = make_policy(name, tau=0.2, lambda_=1.0, seed=1, domain_replicas={"a": [0]})
         assert policy.name == name
-        assert policy.needs_scores == (name in ("band", "soft"))
+        assert policy.needs_scores == (name in ("band", "soft", "live"))
         decision = policy.choose(scores(0.1, 0.5), loads(0, 3), "a", loads(1))
         assert decision.index == 1
 
     def test_unknown_name_lists_the_known_ones(self):
         with pytest.raises(ValueError, match="'lru': use one of random, rr, jsq, p2c, domain"):
             make_policy("lru", tau=0.1, lambda_=0.5, seed=1, domain_replicas={})
+
+
+class TestLive:
+    def test_without_pressure_it_chooses_as_soft_does(self):
+        rng = np.random.default_rng(0)
+        for _ in range(50):
+            values = rng.random(4).astype(np.float32)
+            busy = rng.integers(8, 10, 4)
+            args = (values, busy, None)
+            assert Live(0.5).choose(*args).index == Soft(0.5).choose(*args).index
+
+    def test_load_bound_holds_however_like_the_batch_is(self):
+        assert Live(0.0, 1.5).choose(scores(1.0, 0.5, 0.0), loads(14, 8, 5), None).index == 1
+        assert Live(0.0, 1.5).choose(scores(1.0, 0.5, 0.0), loads(12, 8, 7), None).index == 0
+
+    def test_bound_leaves_room_when_little_runs(self):
+        assert Live(0.0, 1.0).choose(scores(1.0, 0.0), loads(3, 0), None).index == 0
+        assert Live(0.0, 1.0).choose(scores(1.0, 0.0), loads(8, 0), None).index == 1
+
+    def test_equal_loads_are_never_all_refused(self):
+        for load in range(20):
+            assert Live(0.0, 1.0).choose(scores(0.1, 0.9), loads(load, load), None).index == 1
+
+    def test_bound_counts_allowed_replicas_only(self):
+        allowed = np.array([0, 2])
+        decision = Live(0.0, 1.5).choose(scores(1.0, 0.0, 0.5), loads(30, 0, 0), None, allowed)
+        assert decision.index == 2
+
+    @pytest.mark.parametrize("max_load", [0.9, -1.0, NAN])
+    def test_refuses_a_bound_below_the_mean(self, max_load):
+        with pytest.raises(ValueError, match="max_load must be >= 1"):
+            Live(0.5, max_load)
