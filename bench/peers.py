@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from app.config import EldrConfig
-from deployments.engine import Phase, engine_env, engine_kwargs, engine_section, llm_config
+from deployments.engine import Phase, engine_env, engine_kwargs, engine_section
 
 READY_TIMEOUT_S = 600.0
-STOCK_APP = "stock"
-STOCK_PREFIX = "/stock"
 # Clear of Ray's worker ports, the application's own side channels and the ephemeral ports.
 FIRST_PORT = 23000
 _LOG_TAIL = 2000
@@ -64,15 +62,20 @@ def without_capture(config: EldrConfig) -> EldrConfig:
 
 
 class Stock:
-    """`ray.serve.llm.build_pd_openai_app`, a second application in the running Ray session."""
+    """`ray.serve.llm.build_pd_openai_app` as it comes, in a Ray session of its own.
 
-    def __init__(self, config: EldrConfig, side_channel_ports: Mapping[Phase, int]) -> None:
-        from ray import serve
+    See `bench/stock.py`.
+    """
 
-        self.url = f"http://{config.http.host}:{config.http.port}{STOCK_PREFIX}"
-        app = stock_app(config, side_channel_ports)
-        target = serve.RunTarget(app, name=STOCK_APP, route_prefix=STOCK_PREFIX)
-        serve.run_many([target], wait_for_applications_running=False)
+    def __init__(self, config: EldrConfig, port: int, side_channels: Mapping[Phase, int]) -> None:
+        self.url = f"http://{config.http.host}:{port}"
+        self._processes = _Processes()
+        file = self._processes.folder / "config.yaml"
+        file.write_text(config.to_yaml(), encoding="utf-8")
+        command = [sys.executable, "-m", "bench.stock", str(file), "--port", str(port)]
+        for phase in Phase:
+            command += [f"--{phase}-side-channel", str(side_channels[phase])]
+        self._processes.start("stock", command, {"RAY_USAGE_STATS_ENABLED": "0"}, without="RAY_")
 
     def wait(self, body: Mapping[str, Any]) -> None:
         """Wait until it answers `body`.
@@ -80,46 +83,13 @@ class Stock:
         Raises:
             RuntimeError: it failed to start.
         """
-        from ray import serve
-
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not _answers(self.url, body):
-            status = serve.status().applications[STOCK_APP]
-            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                parts = [f"{name}: {d.message}" for name, d in status.deployments.items()]
-                raise RuntimeError(f"stock Ray Serve LLM failed to start: {'; '.join(parts)}")
-            _check_deadline(deadline, "stock Ray Serve LLM")
-            time.sleep(1)
+            self._processes.check(deadline)
 
     def stop(self) -> None:
-        from ray import serve
-
-        serve.delete(STOCK_APP, _blocking=False)
-
-
-def stock_app(config: EldrConfig, side_channel_ports: Mapping[Phase, int]) -> Any:
-    """The stock application with our engines.
-
-    Serve assigns side-channel ports to connectors that it knows by name; ours gets them by hand.
-    """
-    from ray.serve.llm import build_pd_openai_app
-
-    configs = {}
-    for phase in Phase:
-        configs[phase] = llm_config(without_capture(config), phase)
-        env = dict(engine_env(engine_section(config, phase), "cpu"))
-        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_ports[phase])
-        configs[phase].runtime_env = {"env_vars": env}
-    return build_pd_openai_app(
-        {
-            "prefill_config": configs[Phase.PREFILL],
-            "decode_config": configs[Phase.DECODE],
-            "ingress_deployment_config": {
-                "num_replicas": 1,
-                "ray_actor_options": {"num_cpus": 0.1},
-            },
-        }
-    )
+        """End it and its Ray session."""
+        self._processes.stop(grace_s=30)
 
 
 class Smg:
@@ -134,13 +104,12 @@ class Smg:
             phase: f"http://{self._host}:{port}" for phase, port in zip(Phase, ports, strict=False)
         }
         self._program = program
-        self._logs = tempfile.TemporaryDirectory(prefix="eldr-bench-")
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes = _Processes()
         for phase, port in zip(Phase, ports, strict=False):
             command = server_command(config, phase, port)
             env = engine_env(engine_section(config, phase), "cpu")
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channels[phase])
-            self._start(str(phase), command, env)
+            self._processes.start(str(phase), command, env)
 
     def wait(self, body: Mapping[str, Any]) -> None:
         """Wait for the servers, start the gateway, and wait until it answers `body`.
@@ -151,22 +120,14 @@ class Smg:
         deadline = time.monotonic() + READY_TIMEOUT_S
         for url in self._engine_urls.values():
             while not _is_healthy(url):
-                self._check(deadline)
-        self._start("gateway", self._gateway_command(), {})
+                self._processes.check(deadline)
+        self._processes.start("gateway", self._gateway_command(), {})
         while not _answers(self.url, body):
-            self._check(deadline)
+            self._processes.check(deadline)
 
     def stop(self) -> None:
         """End gateway and servers; their engines end with them."""
-        for process in self._processes.values():
-            process.terminate()
-        for process in self._processes.values():
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._logs.cleanup()
+        self._processes.stop(grace_s=10)
 
     def _gateway_command(self) -> list[str]:
         return [
@@ -182,28 +143,69 @@ class Smg:
             *("--log-level", "warn"),
         ]
 
-    def _start(self, name: str, command: list[str], env: Mapping[str, str]) -> None:
+
+class _Processes:
+    """Child processes with a log file each."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="eldr-bench-")
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def folder(self) -> Path:
+        return Path(self._folder.name)
+
+    def start(
+        self, name: str, command: list[str], env: Mapping[str, str], without: str | None = None
+    ) -> None:
+        """Start a process with this environment and `env`.
+
+        Args:
+            name: for messages.
+            command: program and arguments.
+            env: variables to set.
+            without: prefix of variables not to hand on.
+        """
+        inherited = {
+            key: value
+            for key, value in os.environ.items()
+            if without is None or not key.startswith(without)
+        }
         with self._log(name).open("wb") as log:
-            self._processes[name] = subprocess.Popen(
+            self._running[name] = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
+                env={**inherited, **env},
                 start_new_session=True,  # Ctrl-C is ours to handle
             )
 
-    def _log(self, name: str) -> Path:
-        return Path(self._logs.name) / f"{name}.log"
-
-    def _check(self, deadline: float) -> None:
-        """Sleep a moment; raise if a process has ended or the time is over."""
-        for name, process in self._processes.items():
+    def check(self, deadline: float) -> None:
+        """Sleep a moment; RuntimeError if a process has ended or the time is over."""
+        for name, process in self._running.items():
             if process.poll() is not None:
                 tail = self._log(name).read_text(errors="replace")[-_LOG_TAIL:]
-                raise RuntimeError(f"SMG's {name} ended with {process.returncode}:\n{tail}")
-        _check_deadline(deadline, "SMG")
+                raise RuntimeError(f"peer {name} ended with {process.returncode}:\n{tail}")
+        if time.monotonic() > deadline:
+            names = ", ".join(self._running)
+            raise RuntimeError(f"peer {names} was not ready within {READY_TIMEOUT_S:g} s")
         time.sleep(0.5)
+
+    def stop(self, grace_s: float) -> None:
+        """Terminate all, then kill what is left after `grace_s` seconds."""
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            try:
+                process.wait(timeout=grace_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
 
 
 def server_command(config: EldrConfig, phase: Phase, port: int) -> list[str]:
@@ -254,8 +256,3 @@ def _is_ok(request: urllib.request.Request, timeout_s: float) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _check_deadline(deadline: float, name: str) -> None:
-    if time.monotonic() > deadline:
-        raise RuntimeError(f"{name} was not ready within {READY_TIMEOUT_S:g} s")

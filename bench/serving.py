@@ -246,11 +246,11 @@ def _start_peers(
 ) -> dict[str, Stock | Smg]:
     """Start both at once: most of a start is imports."""
     progress(f"starting {NAMES[STOCK]} and {NAMES[SMG]}")
-    ports = free_ports(4, config.http.host)
+    stock_port, *ports = free_ports(5, config.http.host)
     smg_system = Smg(config, smg, dict(zip(Phase, ports[2:], strict=True)))
     stack.callback(smg_system.stop)
-    # Ray ends with ours, and the stock application with Ray.
-    stock = Stock(config, dict(zip(Phase, ports[:2], strict=True)))
+    stock = Stock(config, stock_port, dict(zip(Phase, ports[:2], strict=True)))
+    stack.callback(stock.stop)
     return {STOCK: stock, SMG: smg_system}
 
 
