@@ -1,9 +1,10 @@
-"""`eldr cache replay`: recorded routing through expert caches, against their bound."""
+"""`eldr cache replay` and `eldr cache train`: expert caches on recorded routing."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ DEFAULT_POLICIES = "lru,lfu,lrfu,min"
 
 
 def add_cli(subparsers: Any) -> Any:
-    """Register `cache` with its `replay`.
+    """Register `cache` with its `replay` and `train`.
 
     Args:
         subparsers: what `ArgumentParser.add_subparsers` returned for `eldr`.
@@ -22,7 +23,30 @@ def add_cli(subparsers: Any) -> Any:
     cache = subparsers.add_parser("cache", help="replay expert caches against their bound")
     commands = cache.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_replay(commands)
+    _add_train(commands)
     return commands
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="learn a retention score from a trace of the unchanged model",
+        description="Fits the score of cache policy learned, and measures it on held-out requests.",
+    )
+    train.add_argument("--ids", type=Path, required=True, help=".npz with `ids` and `offsets`")
+    train.add_argument("--experts", type=int, help="experts a layer (default: largest id + 1)")
+    train.add_argument("--model", required=True, help="name of the traced model")
+    train.add_argument("--out", type=Path, required=True, help="folder to write")
+    train.add_argument(
+        "--held-out", type=int, default=100, help="requests to measure on (default 100)"
+    )
+    train.add_argument("--seed", type=int, default=1, help="seed of --held-out (default 1)")
+    train.add_argument(
+        "--reach", type=int, help="layers to look at on each side (default: see cachemgr/training)"
+    )
+    train.add_argument("--capacity", type=int, help="slots of the measurement (default: 2 x top-k)")
+    train.add_argument("--json", action="store_true", help="print one JSON object")
+    train.set_defaults(func=_train)
 
 
 def _add_replay(commands: Any) -> None:
@@ -34,11 +58,11 @@ def _add_replay(commands: Any) -> None:
     replay.add_argument("--ids", type=Path, required=True, help=".npz with `ids` and `offsets`")
     replay.add_argument("--meta", type=Path, help="JSON Lines, one object a request")
     replay.add_argument("--probs", type=Path, help=".npz with the router weights, for gate")
+    replay.add_argument("--score", type=Path, help="folder of `eldr cache train`, for learned")
     replay.add_argument("--experts", type=int, help="experts a layer (default: largest id + 1)")
-    replay.add_argument("--capacity", type=int, required=True, help="slots of a layer")
+    replay.add_argument("--capacity", type=int, help="slots of a layer")
     replay.add_argument(
         "--policies",
-        default=DEFAULT_POLICIES,
         help=f"names with commas, or all (default {DEFAULT_POLICIES})",
     )
     replay.add_argument(
@@ -63,20 +87,48 @@ def _add_replay(commands: Any) -> None:
         "--certify", action="store_true", help="prove the bounds optimal, and check the proof"
     )
     replay.add_argument("--json", action="store_true", help="print one JSON object")
+    joint = replay.add_argument_group(
+        "routing and caching together",
+        "Replicas decode batches of requests that a routing policy sent them; a step's demand is "
+        "the union of its batch. --policies may be lru, lfu, lrfu (default) and min.",
+    )
+    joint.add_argument("--joint", action="store_true", help="replay routing, then caches on it")
+    joint.add_argument("--replicas", type=int, default=16, help="decode replicas (default 16)")
+    joint.add_argument(
+        "--concurrency", type=int, default=128, help="requests in flight (default 128)"
+    )
+    joint.add_argument(
+        "--routing",
+        default="jsq,band,soft",
+        help="routing policies, the reference first (default jsq,band,soft)",
+    )
+    joint.add_argument(
+        "--capacities", default="12,16,20,24", help="slots of a layer (default 12,16,20,24)"
+    )
+    joint.add_argument(
+        "--prefix-tokens", type=int, default=64, help="tokens taken as the prompt (default 64)"
+    )
+    joint.add_argument("--seeds", type=int, default=2, help="number of seeds (default 2)")
     replay.set_defaults(func=_replay)
 
 
 def _replay(args: argparse.Namespace) -> int:
+    if args.joint:
+        return _joint(args)
+    if args.capacity is None:
+        raise ValueError("give --capacity, or --joint")
     import numpy as np
 
+    from cachemgr.learned import Learned, ScoreTable
     from cachemgr.replay import POLICIES, load_gate_weights, replay
     from calibration.traces import load_trace
 
-    names = _names(args.policies, POLICIES)
+    names = _names(args.policies or DEFAULT_POLICIES, POLICIES)
     if args.policies == "all":
         if args.probs is None:
             names.remove("gate")
-        names.remove("learned")
+        if args.score is None:
+            names.remove("learned")
     if args.expert_bytes is not None and not args.expert_bytes > 0:
         raise ValueError(f"--expert-bytes must be above 0, got {args.expert_bytes}")
     trace = load_trace(args.ids, args.meta, args.experts)
@@ -95,6 +147,11 @@ def _replay(args: argparse.Namespace) -> int:
             spans = [slice(trace.offsets[r], trace.offsets[r + 1]) for r in chosen]
             weights_TLk = np.concatenate([weights_TLk[span] for span in spans])
         trace = trace.subset(chosen)
+    learned = None
+    if args.score is not None:
+        table = ScoreTable.load(args.score)
+        table.check(trace.num_layers, trace.num_experts)
+        learned = partial(Learned, table)
     with _Bars() as bars:
         outcomes = replay(
             trace,
@@ -103,6 +160,7 @@ def _replay(args: argparse.Namespace) -> int:
             lambda_=args.lambda_,
             budget=args.budget,
             weights_TLk=weights_TLk,
+            learned=learned,
             prove=args.certify,
             progress=bars.start,
         )
@@ -120,13 +178,115 @@ def _replay(args: argparse.Namespace) -> int:
     return 0
 
 
+def _joint(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from bench.report import table
+    from cachemgr.joint import POLICIES, joint, rows
+    from calibration.replay import Arrivals
+    from calibration.replay_report import Settings
+    from calibration.traces import load_trace
+
+    names = _names(args.policies or "lrfu", POLICIES)
+    routing = _names(args.routing, ())
+    try:
+        capacities = [int(text) for text in args.capacities.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--capacities must be numbers with commas, got {args.capacities!r}"
+        ) from None
+    if args.seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, got {args.seeds}")
+    settings = Settings(
+        tuple(routing),
+        num_replicas=args.replicas,
+        arrivals=Arrivals(concurrency=args.concurrency),
+        prefix_tokens=args.prefix_tokens,
+        seeds=tuple(range(args.seeds)),
+        **({} if args.requests is None else {"num_requests": args.requests}),
+    )
+    trace = load_trace(args.ids, args.meta, args.experts)
+    runs = args.seeds * len(routing) * (1 + len(names) * len(capacities))
+    with _Bars() as bars:
+        advance = bars.start("routing x caching", runs)
+        matrix = joint(
+            trace, settings, capacities, names, args.lambda_, tell=lambda text: advance(1)
+        )
+    if args.json:
+        cells = {
+            name: {
+                policy: {str(capacity): asdict(cell) for capacity, cell in cells.items()}
+                for policy, cells in by_routing.items()
+            }
+            for name, by_routing in matrix.items()
+        }
+        print(json.dumps(cells))
+        return 0
+    print(
+        f"{args.replicas} replicas, {args.concurrency} requests in flight, {args.seeds} seeds: "
+        f"expert loads per token, all layers"
+    )
+    for name in names:
+        print(table(rows(matrix, name, routing[0])))
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from cachemgr.learned import Learned
+    from cachemgr.policies import check_capacity
+    from cachemgr.replay import replay
+    from cachemgr.training import REACH, split, train
+    from calibration.traces import load_trace
+
+    trace = load_trace(args.ids, num_experts=args.experts)
+    capacity = 2 * trace.top_k if args.capacity is None else args.capacity
+    check_capacity(capacity, trace.num_experts, trace.top_k)
+    held_out, training = split(trace, args.held_out, args.seed)
+    with _Bars() as bars:
+        table = train(
+            training,
+            args.model,
+            reach=min(REACH, trace.num_layers - 1) if args.reach is None else args.reach,
+            progress=bars.start("train", len(training.ids_TLk)),
+        )
+        outcomes = replay(
+            held_out,
+            ["lru", "lfu", "lrfu", "learned", "min"],
+            capacity,
+            learned=partial(Learned, table),
+            progress=bars.start,
+        )
+    figures = {name: outcome.figures() for name, outcome in outcomes.items()}
+    loads = {name: row["loads_per_token"] for name, row in figures.items()}
+    gap = loads["lrfu"] - loads["min"]
+    closed = (loads["lrfu"] - loads["learned"]) / gap if gap else float("nan")
+    table.provenance.update(
+        seed=args.seed,
+        held_out_requests=len(held_out),
+        capacity=capacity,
+        loads_per_token={name: round(value, 4) for name, value in loads.items()},
+    )
+    table.save(args.out)
+    if args.json:
+        print(json.dumps({"closed": closed, **figures}))
+        return 0
+    print(f"{len(held_out)} held-out requests, {capacity} slots a layer")
+    print(_table(figures))
+    print(f"{closed:.1%} of the loads between lrfu and min saved; written: {args.out}")
+    return 0
+
+
 def _names(text: str, known: tuple[str, ...]) -> list[str]:
     if text == "all":
         return list(known)
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ValueError(f"--policies names none: choose from {', '.join(known)}, or all")
+        raise ValueError(f"{text!r} names no policy{_choice(known)}")
     return list(dict.fromkeys(names))
+
+
+def _choice(known: tuple[str, ...]) -> str:
+    return f": choose from {', '.join(known)}" if known else ""
 
 
 def _table(figures: dict[str, dict[str, float]]) -> str:

@@ -93,6 +93,36 @@ def train(
     )
 
 
+def split(trace: RoutingTrace, held_out: int, seed: int) -> tuple[RoutingTrace, RoutingTrace]:
+    """Draw requests to measure on; the others are to train on.
+
+    A request recorded twice, token for token, never serves for both.
+
+    Args:
+        trace: all requests.
+        held_out: how many to measure on.
+        seed: of the draw.
+
+    Returns:
+        Held-out requests and training requests.
+
+    Raises:
+        ValueError: one of the two would be empty.
+    """
+    if not 1 <= held_out < len(trace):
+        raise ValueError(
+            f"held-out requests must be in [1, {len(trace) - 1}], below the {len(trace)} of the "
+            f"trace, got {held_out}"
+        )
+    drawn = np.random.default_rng(seed).permutation(len(trace))
+    measured, others = np.sort(drawn[:held_out]), np.sort(drawn[held_out:])
+    seen = {trace.tokens(int(request)).tobytes() for request in measured}
+    kept = [int(r) for r in others if trace.tokens(int(r)).tobytes() not in seen]
+    if not kept:
+        raise ValueError("every request to train on repeats a held-out one: give another trace")
+    return trace.subset(measured), trace.subset(kept)
+
+
 def _accumulate(
     trace: RoutingTrace,
     reach: int,

@@ -1,0 +1,205 @@
+"""Routing times caching: the expert loads of decode replicas under each routing policy.
+
+Axes: L MoE layers, E experts, S steps, K replicas, R = K * L caches, U experts of a demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachemgr.bound import Demands, minimum
+from cachemgr.policies import Retention, RowCaches, check_capacity, make_retention
+from cachemgr.replay import run
+from cachemgr.types import BoolArray
+from calibration.replay import Workload
+from calibration.replay_report import Settings, run_one
+from calibration.traces import RoutingTrace
+
+POLICIES = ("lru", "lfu", "lrfu", "min")
+
+
+class ReplicaCaches:
+    """Expert caches of all decode replicas of a replay: its observer, which prices every step.
+
+    Args:
+        num_layers: L.
+        num_experts: E.
+        capacity: B, slots of a layer.
+        make: makes the retention of a replica, with L rows.
+    """
+
+    def __init__(
+        self, num_layers: int, num_experts: int, capacity: int, make: Callable[[], Retention]
+    ) -> None:
+        check_capacity(capacity, num_experts, top_k=1)
+        self._shape = (num_layers, num_experts, capacity)
+        self._make = make
+        self.caches: dict[int, RowCaches] = {}
+        """Caches of each replica, by its number."""
+        self.num_tokens = 0
+        """Tokens decoded by all replicas."""
+
+    def on_step(self, replica: int, union_LE: BoolArray, num_requests: int) -> float:
+        """Loads of a step whose batch activates `union_LE`; mean over layers."""
+        caches = self.caches.get(replica)
+        if caches is None:
+            caches = self.caches[replica] = RowCaches(*self._shape, self._make())
+        self.num_tokens += num_requests
+        return float(caches.access(slice(0, self._shape[0]), union_LE).mean())
+
+    @property
+    def loads_per_token(self) -> float:
+        """Experts loaded, all layers and replicas, over tokens."""
+        loads = sum(caches.ledger.totals().loads for caches in self.caches.values())
+        return loads / self.num_tokens if self.num_tokens else float("nan")
+
+
+class UnionRecorder:
+    """Keeps what each step of each replica activates, to replay caches of any kind afterwards."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, list[NDArray[np.uint8]]] = {}
+        self._num_experts = 0
+        self.num_tokens = 0
+
+    def on_step(self, replica: int, union_LE: BoolArray, num_requests: int) -> float:
+        """Takes a step; it loads nothing."""
+        self._steps.setdefault(replica, []).append(np.packbits(union_LE, axis=1))
+        self._num_experts = union_LE.shape[1]
+        self.num_tokens += num_requests
+        return 0.0
+
+    def demands(self) -> Demands:
+        """Every layer of every replica as a cache of its own, the replica with most steps first."""
+        replicas = sorted(self._steps.values(), key=len, reverse=True)
+        parts = []
+        for steps in replicas:
+            unions_SLE = np.unpackbits(np.stack(steps), axis=2, count=self._num_experts)
+            parts.append(_as_ids(unions_SLE.astype(np.bool_)))
+        num_steps, width = len(parts[0]), max(part.shape[2] for part in parts)
+        num_layers = parts[0].shape[1]
+        ids_SKLU = np.full((num_steps, len(parts), num_layers, width), -1, dtype=np.int16)
+        for k, part in enumerate(parts):
+            ids_SKLU[: len(part), k, :, : part.shape[2]] = part
+        return Demands(ids_SKLU.reshape(num_steps, -1, width), self._num_experts)
+
+
+def _as_ids(unions_SLE: BoolArray) -> NDArray[np.int16]:
+    """Ids of each union, ascending and padded with -1."""
+    sizes_SL = np.count_nonzero(unions_SLE, axis=2)
+    ids_SLU = np.full((*sizes_SL.shape, int(sizes_SL.max())), -1, dtype=np.int16)
+    filled = np.arange(ids_SLU.shape[2]) < sizes_SL[:, :, None]
+    ids_SLU[filled] = unions_SLE.nonzero()[2]
+    return ids_SLU
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Loads of one routing policy, cache policy and capacity.
+
+    Attributes:
+        loads_per_token: experts loaded, all layers, over tokens; one value a seed.
+        passes: executions of a layer over steps; over 1 where unions exceed the capacity.
+        pressure: mean union over capacity.
+    """
+
+    loads_per_token: list[float]
+    passes: list[float]
+    pressure: list[float]
+
+
+Matrix = dict[str, dict[str, dict[int, Cell]]]
+"""Cache policy to routing policy to capacity."""
+
+
+def joint(
+    trace: RoutingTrace,
+    settings: Settings,
+    capacities: Sequence[int],
+    policies: Sequence[str] = ("lrfu",),
+    lambda_: float = 0.03,
+    tell: Callable[[str], object] = lambda text: None,
+) -> Matrix:
+    """Route requests by every routing policy, and replay caches on what the replicas execute.
+
+    Caches start cold and everything counts, the warm-up of the replay too.
+
+    Args:
+        trace: recorded requests.
+        settings: of the replay; its policies are the routing policies.
+        capacities: slots of a layer on each replica.
+        policies: cache policies, of `POLICIES`; `min` is the `union` bound.
+        lambda_: of lrfu.
+        tell: told before each run, once for routing and once a cell.
+
+    Raises:
+        ValueError: unknown cache policy or capacity out of range.
+    """
+    for name in policies:
+        if name not in POLICIES:
+            raise ValueError(
+                f"unknown cache policy {name!r} of batches: choose from {', '.join(POLICIES)}"
+            )
+    for capacity in capacities:
+        check_capacity(capacity, trace.num_experts, trace.top_k)
+    matrix: Matrix = {
+        name: {
+            routing: {capacity: Cell([], [], []) for capacity in capacities}
+            for routing in settings.policies
+        }
+        for name in policies
+    }
+    for seed in settings.seeds:
+        workload = Workload.split(trace, settings.prefix_tokens, seed, settings.min_tokens)
+        artifact = workload.fit(settings.num_replicas, seed, settings.layers)
+        for routing in settings.policies:
+            tell(f"seed {seed}, {routing}")
+            recorder = UnionRecorder()
+            run_one(workload, artifact, replace(settings), routing, seed, recorder)
+            demands = recorder.demands()
+            for name in policies:
+                for capacity in capacities:
+                    tell(f"seed {seed}, {routing}, {name} {capacity}")
+                    cell = matrix[name][routing][capacity]
+                    _fill(cell, demands, recorder.num_tokens, name, capacity, lambda_)
+    return matrix
+
+
+def _fill(
+    cell: Cell, demands: Demands, num_tokens: int, name: str, capacity: int, lambda_: float
+) -> None:
+    sizes_SR = demands.sizes_SR
+    num_steps = np.count_nonzero(sizes_SR)
+    if name == "min":
+        loads = int(minimum(demands, capacity, "union", prove=False).loads_R.sum())
+    else:
+        retention = make_retention(name, sizes_SR.shape[1], demands.num_items, lambda_=lambda_)
+        loads = run(demands, capacity, retention).totals().loads
+    cell.loads_per_token.append(loads / num_tokens)
+    cell.passes.append(float((-(-sizes_SR // capacity)).sum() / num_steps))
+    cell.pressure.append(float(sizes_SR.sum() / num_steps / capacity))
+
+
+def rows(matrix: Matrix, name: str, reference: str) -> list[list[str]]:
+    """Table of a cache policy: loads per token under the reference, changes in % of the others."""
+    by_routing = matrix[name]
+    capacities = list(by_routing[reference])
+    lines = [[f"{name}, slots", *(str(capacity) for capacity in capacities)]]
+    for routing, cells in by_routing.items():
+        line = [routing if routing != reference else f"{routing} (loads/token)"]
+        for capacity in capacities:
+            values = np.array(cells[capacity].loads_per_token)
+            if routing == reference:
+                line.append(f"{values.mean():.2f}")
+                continue
+            change = 100 * (values / by_routing[reference][capacity].loads_per_token - 1)
+            spread = f" ({change.min():+.1f}..{change.max():+.1f})" if len(change) > 1 else ""
+            line.append(f"{change.mean():+.1f} %{spread}")
+        lines.append(line)
+    passes = [np.mean(by_routing[reference][capacity].passes) for capacity in capacities]
+    lines.append([f"passes/step ({reference})", *(f"{value:.2f}" for value in passes)])
+    return lines

@@ -1,0 +1,84 @@
+"""Caches of decode replicas, and the matrix of routing and cache policies."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from app.cli import main
+from cachemgr.bound import minimum
+from cachemgr.joint import ReplicaCaches, UnionRecorder
+from cachemgr.policies import LRFU, make_retention
+from cachemgr.replay import run
+
+
+def steps_of(rng, number: int):
+    """Steps of two replicas that take turns unevenly, 3 layers of 10 experts."""
+    steps = []
+    for _ in range(number):
+        union_LE = rng.random((3, 10)) < 0.35
+        union_LE[:, rng.integers(10)] = True  # a batch never activates nothing
+        steps.append((int(rng.random() < 0.3), union_LE, 2))
+    return steps
+
+
+@pytest.mark.parametrize("capacity", [2, 4, 8])
+def test_recorded_unions_replay_as_they_came(capacity):
+    steps = steps_of(np.random.default_rng(5), 60)
+    caches = ReplicaCaches(3, 10, capacity, lambda: LRFU(3, 10, 0.1))
+    recorder = UnionRecorder()
+    loads = 0.0
+    for step in steps:
+        loads += 3 * caches.on_step(*step)
+        assert recorder.on_step(*step) == 0
+    demands = recorder.demands()
+    assert demands.ids_SRU.shape[1] == 6
+    ledger = run(demands, capacity, make_retention("lrfu", 6, 10, lambda_=0.1))
+    assert ledger.totals().loads == pytest.approx(loads)
+    assert caches.num_tokens == recorder.num_tokens == 120
+    assert caches.loads_per_token == pytest.approx(loads / 120)
+    assert minimum(demands, capacity, "union").loads_R.sum() <= loads
+    assert demands.sizes_SR.sum() == sum(union.sum() for _, union, _ in steps)
+
+
+def test_matrix_of_the_command(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    tastes = rng.dirichlet(np.full(12, 0.3), (2, 3)) * 0.9 + 0.1 / 12
+    ids = np.stack(
+        [
+            [rng.choice(12, 2, replace=False, p=tastes[request % 2, layer]) for layer in range(3)]
+            for request in range(24)
+            for _ in range(20)
+        ]
+    )
+    file = tmp_path / "ids.npz"
+    offsets = np.arange(25) * 20
+    domain = np.array([f"d{request % 2}" for request in range(24)])
+    np.savez(file, ids=ids.transpose(1, 2, 0).astype(np.uint8), offsets=offsets, domain=domain)
+    command = ["cache", "replay", "--ids", str(file), "--joint", "--replicas", "2"]
+    command += ["--concurrency", "8", "--requests", "40", "--seeds", "2", "--capacities", "3,8"]
+    command += ["--policies", "lrfu,min", "--routing", "jsq,band"]
+    assert main(command) == 2  # shorter than twice the default prefix
+    assert "128 tokens" in capsys.readouterr().err
+    command += ["--prefix-tokens", "8"]
+    assert main([*command, "--json"]) == 0
+    matrix = json.loads(capsys.readouterr().out)
+    assert list(matrix) == ["lrfu", "min"]
+    for routing in ("jsq", "band"):
+        for capacity in ("3", "8"):
+            ours, least = (matrix[name][routing][capacity] for name in ("lrfu", "min"))
+            assert len(ours["loads_per_token"]) == 2
+            assert all(
+                a >= b
+                for a, b in zip(ours["loads_per_token"], least["loads_per_token"], strict=True)
+            )
+        assert max(matrix["lrfu"][routing]["8"]["passes"]) < 1.3
+        assert min(matrix["lrfu"][routing]["3"]["passes"]) > 1
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 replicas, 8 requests in flight, 2 seeds")
+    assert lines[1].split() == ["lrfu,", "slots", "3", "8"]
+    assert lines[2].startswith("jsq (loads/token)")
+    assert " % (" in lines[3]
