@@ -1,10 +1,10 @@
-"""Commands of `eldr bench` that start engines: `serving`, `capture` and `cache`."""
+"""Commands of `eldr bench` that start engines: `serving`, `capture`, `cache` and `step-time`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from bench import cache, capture, serving
+from bench import cache, capture, serving, step_time
 
 
 def add_cli(subparsers: Any) -> None:
@@ -12,3 +12,4 @@ def add_cli(subparsers: Any) -> None:
     serving.add_cli(subparsers)
     capture.add_cli(subparsers)
     cache.add_cli(subparsers)
+    step_time.add_cli(subparsers)
