@@ -1,8 +1,11 @@
-"""Metrics of the ingress. Ray exports them as `ray_<name>`, counters with `_total`."""
+"""Metrics of ingress and router. Ray exports them as `ray_<name>`, counters with `_total`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ray.serve.metrics import Counter, Gauge, Histogram
+from ray.util import metrics as ray_metrics
 
 _SECONDS = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60]
 _TPOT_SECONDS = [0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1]
@@ -50,3 +53,26 @@ class IngressMetrics:
 
     def fell_back(self, reason: str) -> None:
         self._fallbacks.inc(1, {"reason": reason})
+
+
+class RouterMetrics:
+    """What the router actor measures; made inside the actor, which is no Serve replica."""
+
+    def __init__(self) -> None:
+        self._refits = ray_metrics.Counter(
+            "eldr_router_refits", "Refits of the centroids ended, by outcome.", ("outcome",)
+        )
+        self._moved_share = ray_metrics.Gauge(
+            "eldr_router_moved_share",
+            "Share of recent requests whose nearest replica the last refit changed.",
+        )
+        self._exported: dict[str, int] = {}
+
+    def refits(self, num_by_outcome: Mapping[str, int], moved_share: float | None) -> None:
+        """Export totals since the start of the router; what has not changed costs nothing."""
+        for outcome, total in num_by_outcome.items():
+            if (more := total - self._exported.get(outcome, 0)) > 0:
+                self._refits.inc(more, {"outcome": outcome})
+                self._exported[outcome] = total
+                if moved_share is not None:
+                    self._moved_share.set(moved_share)

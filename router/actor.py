@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 
+from app.metrics import RouterMetrics
 from router.refit import RefitJob, RefitResult, run_refit
 from router.service import RouterService, RouterSettings, WireRequest
 
@@ -40,6 +41,7 @@ class RouterActor:
     def __init__(self, settings: RouterSettings) -> None:
         self._service = RouterService(settings, time.monotonic)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
+        self._metrics = RouterMetrics()
         self._refit: tuple[RefitJob, Future[RefitResult]] | None = None
 
     def configure(self, settings: RouterSettings) -> bool:
@@ -55,6 +57,7 @@ class RouterActor:
         home_tag: str | None,
     ) -> dict[str, Any]:
         self._refit_step()
+        self._metrics.refits(self._service.num_refits, self._service.moved_share)
         return self._service.heartbeat(role, replica_id, url, load, centroid, home_tag)
 
     def restore_home(self, replica_id: str, home: bytes) -> bool:

@@ -64,6 +64,7 @@ class RouterSettings:
     reservation_ttl_s: float
     ramp_s: float = 0.0
     refit: RefitSettings = field(default_factory=lambda: RefitSettings(when="never"))
+    max_load: float = 1.5
 
 
 @dataclass(slots=True)
@@ -344,6 +345,22 @@ class RouterService:
 
     # ---- refits
 
+    @property
+    def num_refits(self) -> dict[str, int]:
+        """Refits ended since the start, by outcome."""
+        outcomes = {
+            "taken": "refits",
+            "rejected": "rejected_refits",
+            "failed": "failed_refits",
+            "overtaken": "overtaken_refits",
+        }
+        return {outcome: self._refit_counters[name] for outcome, name in outcomes.items()}
+
+    @property
+    def moved_share(self) -> float | None:
+        """Share of recent requests whose nearest replica the last refit changed; None before."""
+        return self._moved_share
+
     def next_refit(self) -> RefitJob | None:
         """A refit that is due, for the caller to run off the request path; one at a time.
 
@@ -421,6 +438,8 @@ class RouterService:
         reason = self._planner.due(now, is_paired)
         if reason is not None or not is_paired:
             return reason
+        if self.core.policy.follows_batch:
+            return None  # homes follow the traffic by themselves
         traffic = self.core.traffic()
         if not self._planner.is_check_due(now, traffic.num_requests, num_replicas):
             return None
@@ -508,6 +527,7 @@ class RouterService:
             self.settings.policy,
             tau=self.settings.tau,
             lambda_=self.settings.lambda_,
+            max_load=self.settings.max_load,
             seed=self.settings.seed,
             domain_replicas={d: ks for d, ks in domain_replicas.items() if ks},
         )
