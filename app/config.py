@@ -37,7 +37,12 @@ __all__ = [
     "load_config",
 ]
 
-POLICIES_WITH_ARTIFACT = ("live", "band", "soft", "domain")  # domain: its map of domains to clusters
+POLICIES_WITH_ARTIFACT = (
+    "live",
+    "band",
+    "soft",
+    "domain",
+)  # domain: its map of domains to clusters
 # A capture row is one uint8 a block, layer and expert, and one token adds at most 1 to it.
 MAX_CAPTURE_BLOCK_SIZE = 255
 MIN_LEASE_S = 5.0
@@ -292,6 +297,9 @@ class CacheConfig(_Section):
 
     score_file: str | None = None
     """.npz file with trained routers or the order of policy static; None scores by the gates."""
+
+    adaptive: bool = False
+    """Lets each node's manager lower B under memory pressure and set R by the link's headroom."""
 
 
 class KvTransferConfig(_Section):

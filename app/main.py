@@ -41,6 +41,7 @@ def build_app(config: EldrConfig) -> Any:
     from ray.serve.llm import build_llm_deployment
 
     from app.ingress import Ingress, api
+    from cachemgr.manager import ControlSettings
     from deployments.engine import Phase, llm_config
     from deployments.server import EngineServer
 
@@ -56,6 +57,8 @@ def build_app(config: EldrConfig) -> Any:
                 "app_name": config.app_name,
                 "port_base": config.kv_transfer.side_channel_port_base,
                 "internal_key": internal_key,
+                "has_cache": config.cache.enabled and phase is Phase.DECODE,
+                "cache_control": ControlSettings() if config.cache.adaptive else None,
             },
             override_serve_options={
                 "request_router_config": RequestRouterConfig(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import ray
+from ray.exceptions import RayError
+
+from cachemgr.actor import create_manager
+from cachemgr.manager import ControlSettings
 from router.actor import router_handle
 
 logger = logging.getLogger(__name__)
@@ -119,3 +125,66 @@ class Heartbeat:
 
     async def _call(self, method: str, *args: Any) -> Any:
         return await getattr(router_handle(self._app_name), method).remote(*args)
+
+
+class CacheReporter:
+    """Reports this replica's expert cache to its node's manager, and changes what that one says.
+
+    Runs on the replica's event loop, once a second. Without a manager the cache goes on as it is;
+    one that is gone for good is started again. The targets travel with each report, so that a
+    restarted manager gets them back.
+    """
+
+    def __init__(
+        self,
+        app_name: str,
+        replica_id: str,
+        control: ControlSettings | None,
+        call: Callable[..., Awaitable[list[Any]]],
+    ) -> None:
+        self._app_name, self._replica_id, self._control = app_name, replica_id, control
+        self._call = call
+        self._known: dict[str, Any] | None = None
+        self._refused: str | None = None
+        self._manager: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_away = False
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Called when the replica drains."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._manager is not None:
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(self._manager.forget.remote(self._replica_id), timeout=2)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.report()
+                if self._is_away:
+                    logger.info("the cache manager answers again")
+                self._is_away = False
+            except Exception as err:
+                if not self._is_away:
+                    logger.warning("no report to the cache manager: %r", err)
+                self._is_away, self._manager = True, None
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    async def report(self) -> None:
+        """One exchange with the manager."""
+        if self._manager is None:
+            node_id = ray.get_runtime_context().get_node_id()
+            self._manager = create_manager(self._app_name, node_id, self._control)
+            await self._manager.configure.remote(self._control)
+        stats = await self._call("eldr_cache_stats")
+        answer = await self._manager.report.remote(
+            self._replica_id, stats[0], self._known, self._refused
+        )
+        self._known, self._refused = answer["targets"], None
+        if answer["changes"]:
+            results = await self._call("eldr_cache_configure", args=(answer["changes"],))
+            self._refused = next((r["error"] for r in results if "error" in r), None)

@@ -19,9 +19,10 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
+from cachemgr.manager import ControlSettings
 from deployments.engine import Phase
 from deployments.gate import Gate
-from deployments.replica import Heartbeat, set_side_channel
+from deployments.replica import CacheReporter, Heartbeat, set_side_channel
 
 # Requests that follow each other share one call: opening it costs as much as a decode step.
 _QUIET_S = 1.0
@@ -46,6 +47,8 @@ class EngineServer(LLMServer):
         app_name: str,
         port_base: int,
         internal_key: str,
+        cache_control: ControlSettings | None = None,
+        has_cache: bool = False,
     ) -> None:
         host = ray.util.get_node_ip_address()
         set_side_channel(host, port_base)
@@ -75,6 +78,12 @@ class EngineServer(LLMServer):
             self.check_health,
         )
         self._heartbeat.start()
+        self._cache_reporter: CacheReporter | None = None
+        if has_cache:
+            self._cache_reporter = CacheReporter(
+                app_name, self._replica_id, cache_control, self.collective_rpc
+            )
+            self._cache_reporter.start()
 
     async def attend(self, replica_id: str) -> bool:
         """Last until this replica has no requests.
@@ -95,6 +104,8 @@ class EngineServer(LLMServer):
     async def __del__(self) -> None:
         # Serve has drained the calls it knows of; requests that came since may still run.
         await self._heartbeat.stop()
+        if self._cache_reporter is not None:
+            await self._cache_reporter.stop()
         await self._gate.wait_idle()
         self._server.should_exit = True
         await self._serving

@@ -112,34 +112,32 @@ class InstalledCache:
         self, vllm_config: VllmConfig, runners: Sequence[Any], settings: CacheSettings
     ) -> None:
         self._runners, self.settings = runners, settings
-        self._device: torch.device = runners[0].routed_experts.w13_weight.device
+        self.device: torch.device = runners[0].routed_experts.w13_weight.device
         self.num_experts: int = runners[0].routed_experts.w13_weight.shape[0]
         self._top_k: int = runners[0].moe_config.experts_per_token
         fingerprint = model_fingerprint(vllm_config)
-        self._scores = Scores()
-        if settings.score_file is not None:
-            self._scores = load_scores(
-                Path(settings.score_file),
-                fingerprint,
-                len(runners),
-                self.num_experts,
-                int(runners[0].moe_config.hidden_dim),
-            )
+        self._load_scores = functools.partial(
+            load_scores,
+            fingerprint=fingerprint,
+            num_layers=len(runners),
+            num_experts=self.num_experts,
+            hidden_size=int(runners[0].moe_config.hidden_dim),
+        )
         cache, scoring = self._make_policy(settings)
         self.full_bytes = sum(t.nbytes for r in runners for t in _weights(r).values())
         self.expert_bytes = self.full_bytes // (len(runners) * self.num_experts)
         self._source = (
             pinned_source(runners)
-            if self._device.type == "cuda"
+            if self.device.type == "cuda"
             else mapped_source(vllm_config, runners, settings, fingerprint)
         )
-        copier: Copier = CudaCopier(self._device) if self._device.type == "cuda" else HostCopier()
+        copier: Copier = CudaCopier(self.device) if self.device.type == "cuda" else HostCopier()
         self.runtime = SlotRuntime(
             cache,
             self._allocate(cache.capacity),
             copier,
             exact_tokens=settings.exact_tokens,
-            reads_source=self._device.type == "cpu",
+            reads_source=self.device.type == "cpu",
             scoring=scoring,
         )
         for layer, runner in enumerate(runners):
@@ -158,12 +156,15 @@ class InstalledCache:
                 f"policy {settings.policy} loads nothing ahead: budget must be 0, got "
                 f"{settings.budget}; take policy spatio"
             )
+        scores = Scores()
+        if settings.score_file is not None:
+            scores = self._load_scores(Path(settings.score_file))
         retention = make_retention(
             "given" if scored else settings.policy,
             num_layers,
             self.num_experts,
             lambda_=settings.lrfu_lambda,
-            hotness_RE=self._scores.hotness_LE,
+            hotness_RE=scores.hotness_LE,
         )
         cache = ExpertCache(
             num_layers,
@@ -173,7 +174,7 @@ class InstalledCache:
             retention,
             budget=settings.budget,
         )
-        scoring = _gate_scores(settings.policy, self._runners, self._scores, self._device)
+        scoring = _gate_scores(settings.policy, self._runners, scores, self.device)
         return cache, scoring
 
     def _allocate(self, capacity: int) -> list[LayerWeights]:
@@ -184,7 +185,7 @@ class InstalledCache:
             for name, tensor in source.items():
                 # Zeros, not empty: a slot that is read with weight 0 must hold no NaN.
                 slots[name] = torch.zeros(
-                    (capacity, *tensor.shape[1:]), dtype=tensor.dtype, device=self._device
+                    (capacity, *tensor.shape[1:]), dtype=tensor.dtype, device=self.device
                 )
                 setattr(
                     runner.routed_experts,
@@ -198,7 +199,7 @@ class InstalledCache:
         """Change settings between two steps; another policy or B starts with empty slots.
 
         Args:
-            changes: fields of `CacheSettings`: slots, budget, policy, lrfu_lambda.
+            changes: fields of `CacheSettings`: slots, budget, policy, lrfu_lambda, score_file.
 
         Raises:
             ValueError: they do not fit; nothing was changed.
@@ -224,6 +225,7 @@ class InstalledCache:
         loads = totals.demand + totals.proactive + counts.streamed
         return {
             "policy": self.settings.policy,
+            "score_file": self.settings.score_file,
             "slots": runtime.cache.capacity,
             "budget": runtime.cache.budget,
             "num_layers": len(self._runners),
@@ -242,6 +244,7 @@ class InstalledCache:
             "proactive_loads": totals.proactive,
             "streamed_loads": counts.streamed,
             "load_bytes": loads * self.expert_bytes,
+            "copy_s": runtime.copier.busy_s,
             "evictions": totals.evictions,
         }
 
@@ -478,6 +481,16 @@ def _check_supported(vllm_config: VllmConfig, runners: Sequence[Any]) -> None:
             f"the expert cache cannot serve this model: {'; '.join(sorted(set(problems)))}; set "
             "cache.enabled to false"
         )
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """Free and total bytes of the memory that slots are in."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        virtual = psutil.virtual_memory()
+        free, total = virtual.available, virtual.total
+    return {"memory_free": free, "memory_total": total}
 
 
 def anonymous_bytes() -> int:

@@ -17,6 +17,7 @@ Axes: L MoE layers, E experts, B slots of a layer, T tokens of a step, k experts
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ class LayerWeights:
 class Copier(Protocol):
     """Moves experts into slots."""
 
+    @property
+    def busy_s(self) -> float | None:
+        """Seconds that copies took since the start; None: not measured on this device."""
+        ...
+
     def copy(self, jobs: Jobs) -> None:
         """Copy; whatever the caller runs next on the device sees the weights."""
         ...
@@ -84,11 +90,14 @@ class HostCopier:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="eldr-expert-loads")
         self._running: dict[int, Future[None]] = {}
+        self.busy_s = 0.0
 
     def copy(self, jobs: Jobs) -> None:
         """See `Copier.copy`."""
+        started = time.perf_counter()
         for destination, source in jobs:
             destination.copy_(source)
+        self.busy_s += time.perf_counter() - started
 
     def start(self, layer: int, jobs: Jobs) -> None:
         """See `Copier.start`."""
@@ -105,6 +114,8 @@ class CudaCopier:
 
     Written against CUDA's stream rules and not run: no GPU was at hand.
     """
+
+    busy_s = None  # the host does not wait for copies
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -187,7 +198,7 @@ class SlotRuntime:
         owned_LE: BoolArray | None = None,
     ) -> None:
         self.cache, self.layers, self.counts = cache, layers, Counts()
-        self._copier, self._exact_tokens, self._reads_source = copier, exact_tokens, reads_source
+        self.copier, self._exact_tokens, self._reads_source = copier, exact_tokens, reads_source
         self._scoring, self._owned_LE = scoring, owned_LE
         self._num_experts = cache.slot_LE.shape[1]
         # Temporal scores of each layer's last step, for refinement (s^ST's terms of t - 1).
@@ -225,7 +236,7 @@ class SlotRuntime:
         if self._owned_LE is not None:
             demand_E &= self._owned_LE[layer]
         try:
-            self._copier.finish(layer)
+            self.copier.finish(layer)
             scores_E = self._scores(layer, demand_E, hidden_TH, logits_TE)
             if np.count_nonzero(demand_E) <= self.cache.capacity:
                 self._run_whole(layer, call, ids, demand_E, scores_E)
@@ -249,7 +260,7 @@ class SlotRuntime:
     ) -> None:
         """Go on with another, empty cache; with other slots, the old ones are freed first."""
         for layer in range(len(self.layers)):
-            self._copier.finish(layer)
+            self.copier.finish(layer)
         self.cache, self._scoring = cache, scoring
         if allocate is not None:
             self.layers = ()
@@ -265,7 +276,7 @@ class SlotRuntime:
     ) -> None:
         loads = self.cache.access(layer, demand_E, scores_E).passes[0].loads
         if loads:
-            self._copier.copy(self.layers[layer].jobs(loads))
+            self.copier.copy(self.layers[layer].jobs(loads))
         slots_Tk = self.cache.slot_LE[layer][ids]
         if self._owned_LE is None:
             self._call(layer, call, slots_Tk)
@@ -303,7 +314,7 @@ class SlotRuntime:
         total_TH = torch.zeros_like(call.output_TH, dtype=torch.float32)
         slot_E = self.cache.slot_LE[layer].copy()  # the cache's own is that after the last pass
         for one in self.cache.access(layer, demand_E, scores_E).passes:
-            self._copier.copy(self.layers[layer].jobs(one.loads))
+            self.copier.copy(self.layers[layer].jobs(one.loads))
             for load in one.loads:
                 if load.evicted >= 0:
                     slot_E[load.evicted] = -1
@@ -366,7 +377,7 @@ class SlotRuntime:
         following = (layer + 1) % len(self.layers)
         loads = self.cache.refine(following, self._temporal_LE[following] + predicted_E)
         if loads:
-            self._copier.start(following, self.layers[following].jobs(loads))
+            self.copier.start(following, self.layers[following].jobs(loads))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deployments.vllm_adapter.expert_cache import anonymous_bytes, cache_of
+from deployments.vllm_adapter.expert_cache import anonymous_bytes, cache_of, memory
 
 
 class EldrWorkerExtension:
@@ -29,12 +29,17 @@ class EldrWorkerExtension:
         """Statistics of this worker's expert cache; None without one.
 
         Returns:
-            What `InstalledCache.stats` says, and `anonymous_bytes` of the process.
+            What `InstalledCache.stats` says, the memory that slots are in (`memory_free`,
+            `memory_total`), and `anonymous_bytes` of this process.
         """
         installed = cache_of(self.vllm_config)  # type: ignore[attr-defined]
         if installed is None:
             return None
-        return {**installed.stats(), "anonymous_bytes": anonymous_bytes()}
+        return {
+            **installed.stats(),
+            **memory(installed.device),
+            "anonymous_bytes": anonymous_bytes(),
+        }
 
     def eldr_cache_configure(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change settings of the expert cache between two steps (`InstalledCache.configure`).
