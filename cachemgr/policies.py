@@ -237,9 +237,10 @@ def retain(
     """Contents after a step (U_B): the executed set, and the best of the other residents.
 
     A demand within the capacity stays whole, and of the other residents those with the lowest
-    score leave as far as slots are missing. A larger demand runs in ceil(demand / B) passes, in
-    the order of `pass_order`; what it leaves is the last pass and, of the one before, those with
-    the highest scores. Equal scores: the lower id leaves first.
+    score leave as far as slots are missing. A larger demand runs in ceil(demand / B) passes:
+    `kept_aside` keep their slots, the passes share the others in the order of `pass_order`, and
+    what stays is the last pass and, of the one before, those with the highest scores. Equal
+    scores: the lower id leaves first.
 
     Args:
         resident_RE: contents before; bool (R, E), at most `capacity` a row.
@@ -274,8 +275,30 @@ def retain(
     return after_RE
 
 
+def kept_aside(
+    resident_RE: BoolArray, demand_RE: BoolArray, scores_RE: FloatArray, capacity: int
+) -> BoolArray:
+    """Residents that keep their slots though a demand beyond the capacity does not need them.
+
+    They are among the B best of all that is resident or demanded, and no more than leave room for
+    ceil(demand / B) passes.
+
+    Returns:
+        bool (R, E).
+    """
+    sizes_R1 = np.count_nonzero(demand_RE, axis=1)[:, None]
+    most_R1 = capacity - -(-sizes_R1 // -(-sizes_R1 // capacity))
+    keys_RE = np.where(resident_RE | demand_RE, scores_RE, -np.inf)
+    best_RB = keys_RE.argsort(axis=1, kind="stable")[:, : -capacity - 1 : -1]
+    aside_RB = ~np.take_along_axis(demand_RE, best_RB, axis=1)
+    aside_RB &= aside_RB.cumsum(axis=1) <= most_R1
+    kept_RE = np.zeros_like(resident_RE)
+    np.put_along_axis(kept_RE, best_RB, aside_RB, axis=1)
+    return kept_RE
+
+
 def pass_order(resident_RE: BoolArray, demand_RE: BoolArray, scores_RE: FloatArray) -> IntArray:
-    """Order in which a demand beyond the capacity is executed, B experts a pass.
+    """Order in which a demand beyond the capacity is executed.
 
     Residents first (they need no load, and their slots are needed), then the missing ones; each
     group by ascending score, so that what is worth keeping comes last. Equal scores: lower id
@@ -294,12 +317,14 @@ def _left_by_passes(
     resident_RE: BoolArray, demand_RE: BoolArray, scores_RE: FloatArray, capacity: int
 ) -> BoolArray:
     """Contents after demands that each exceed the capacity."""
+    aside_RE = kept_aside(resident_RE, demand_RE, scores_RE, capacity)
+    share_R1 = capacity - np.count_nonzero(aside_RE, axis=1)[:, None]
     order_RE = pass_order(resident_RE, demand_RE, scores_RE)
     pass_RE = np.empty_like(order_RE)
-    np.put_along_axis(pass_RE, order_RE, np.arange(order_RE.shape[1])[None] // capacity, axis=1)
-    last_R1 = (np.count_nonzero(demand_RE, axis=1)[:, None] - 1) // capacity
+    np.put_along_axis(pass_RE, order_RE, np.arange(order_RE.shape[1]) // share_R1, axis=1)
+    last_R1 = (np.count_nonzero(demand_RE, axis=1)[:, None] - 1) // share_R1
     keys_RE = np.where(pass_RE == last_R1 - 1, scores_RE, -np.inf)
-    keys_RE[demand_RE & (pass_RE == last_R1)] = np.inf
+    keys_RE[aside_RE | (demand_RE & (pass_RE == last_R1))] = np.inf
     kept_RB = keys_RE.argsort(axis=1, kind="stable")[:, -capacity:]
     after_RE = np.zeros_like(resident_RE)
     np.put_along_axis(after_RE, kept_RB, True, axis=1)
@@ -545,11 +570,13 @@ class ExpertCache:
         resident_E = self.resident_LE[layer]
         order = pass_order(resident_E[None], demand_E[None], scores_E[None])[0]
         order = order[: np.count_nonzero(demand_E)]
+        aside_E = kept_aside(resident_E[None], demand_E[None], scores_E[None], self.capacity)[0]
+        share = self.capacity - int(np.count_nonzero(aside_E))
         passes = []
-        for start in range(0, len(order), self.capacity):
-            experts = np.sort(order[start : start + self.capacity])
+        for start in range(0, len(order), share):
+            experts = np.sort(order[start : start + share])
             entered = experts[~resident_E[experts]]
-            others_E = resident_E.copy()
+            others_E = resident_E & ~aside_E
             others_E[experts] = False
             others = others_E.nonzero()[0]
             excess = max(0, self._num_held[layer] + len(entered) - self.capacity)

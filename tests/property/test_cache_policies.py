@@ -72,7 +72,14 @@ def test_retention_is_algorithm_1(seed):
         assert as_set(after) == u_b(as_set(resident), as_set(demand), scores.tolist(), capacity)
     else:
         assert after.sum() == capacity
-        assert not (after & ~demand).any()
+        num_passes = -(-demand.sum() // capacity)
+        aside = after & ~demand
+        assert not (aside & ~resident).any()
+        assert aside.sum() <= capacity - -(-demand.sum() // num_passes)
+        # What was kept aside is no worse than any other resident that had to leave.
+        left = resident & ~demand & ~after
+        if aside.any() and left.any():
+            assert scores[aside].min() >= scores[left].max()
 
 
 @given(seeds)
