@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_POLICIES = "lru,lfu,lrfu,min"
+DEFAULT_REACH = 12  # training.REACH, without its imports
 
 
 def add_cli(subparsers: Any) -> Any:
@@ -42,7 +43,7 @@ def _add_train(commands: Any) -> None:
     )
     train.add_argument("--seed", type=int, default=1, help="seed of --held-out (default 1)")
     train.add_argument(
-        "--reach", type=int, help="layers to look at on each side (default: see cachemgr/training)"
+        "--reach", type=int, help=f"layers to look at on each side (default {DEFAULT_REACH})"
     )
     train.add_argument("--capacity", type=int, help="slots of the measurement (default: 2 x top-k)")
     train.add_argument("--json", action="store_true", help="print one JSON object")
@@ -203,6 +204,7 @@ def _joint(args: argparse.Namespace) -> int:
         arrivals=Arrivals(concurrency=args.concurrency),
         prefix_tokens=args.prefix_tokens,
         seeds=tuple(range(args.seeds)),
+        num_warmup=0,  # every step counts
         **({} if args.requests is None else {"num_requests": args.requests}),
     )
     trace = load_trace(args.ids, args.meta, args.experts)
@@ -235,7 +237,7 @@ def _train(args: argparse.Namespace) -> int:
     from cachemgr.learned import Learned
     from cachemgr.policies import check_capacity
     from cachemgr.replay import replay
-    from cachemgr.training import REACH, split, train
+    from cachemgr.training import split, train
     from calibration.traces import load_trace
 
     trace = load_trace(args.ids, num_experts=args.experts)
@@ -246,7 +248,7 @@ def _train(args: argparse.Namespace) -> int:
         table = train(
             training,
             args.model,
-            reach=min(REACH, trace.num_layers - 1) if args.reach is None else args.reach,
+            reach=args.reach,
             progress=bars.start("train", len(training.ids_TLk)),
         )
         outcomes = replay(

@@ -126,7 +126,7 @@ def joint(
 ) -> Matrix:
     """Route requests by every routing policy, and replay caches on what the replicas execute.
 
-    Caches start cold and everything counts, the warm-up of the replay too.
+    Caches start cold, and every step counts.
 
     Args:
         trace: recorded requests.

@@ -17,7 +17,7 @@ from cachemgr.replay import layer_demands
 from cachemgr.types import BoolArray
 from calibration.traces import RoutingTrace
 
-REACH = 4
+REACH = 12
 GAMMA = 0.85
 RIDGE = 0.01
 REQUESTS_PER_BLOCK = 32
@@ -28,7 +28,7 @@ def train(
     trace: RoutingTrace,
     model_id: str,
     *,
-    reach: int = REACH,
+    reach: int | None = None,
     gamma: float = GAMMA,
     half_lives: tuple[float, ...] = HALF_LIVES,
     ridge: float = RIDGE,
@@ -42,7 +42,8 @@ def train(
     Args:
         trace: requests to learn from.
         model_id: name of the model that was traced.
-        reach: layers of the window to each side of a layer.
+        reach: layers of the window to each side of a layer; None takes `REACH`, or what the model
+            has.
         gamma: discount of the target, in (0, 1).
         half_lives: of the decayed counts, in steps.
         ridge: penalty on squared weights, relative to the number of tokens.
@@ -51,6 +52,7 @@ def train(
     Raises:
         ValueError: a parameter out of range.
     """
+    reach = min(REACH, trace.num_layers - 1) if reach is None else reach
     if not 0 <= reach < trace.num_layers:
         raise ValueError(f"reach must be in [0, {trace.num_layers - 1}], got {reach}")
     if not 0 < gamma < 1:
