@@ -169,7 +169,7 @@ def test_openai_client_streams(service: Service) -> None:
 def test_headers(service: Service) -> None:
     answer = post(service, chat_body("Hello"), **{"x-request-id": "my-id.1"})
     assert answer.headers["x-request-id"] == "my-id.1"
-    assert answer.headers["x-eldr-policy"] == "soft"
+    assert answer.headers["x-eldr-policy"] == "live"
     assert -1 <= float(answer.headers["x-eldr-similarity"]) <= 1
     assert answer.headers["x-eldr-decode-replica"] in service.status()["loads"]
     assert len(post(service, chat_body("Hello")).headers["x-request-id"]) >= 32
@@ -204,7 +204,7 @@ def test_burst_of_one_domain_spills_over(service: Service, prompts: list[Prompt]
 
 
 def test_policy_decides(service: Service, prompts: list[Prompt]) -> None:
-    """Under round robin, prompts of one domain alternate; under `soft` they meet again."""
+    """Under round robin, prompts of one domain alternate; under `live` they meet again."""
     texts = [p.text for p in prompts if p.label == "zh"] * 2
     settings = router_settings(load_config(ROOT / "examples" / "demo.yaml"))
     with router_actor() as actor:
