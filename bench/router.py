@@ -8,21 +8,26 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from bench.report import table
 from calibration.artifact import Artifact
 from router.core import RoutingCore
 from router.policy import make_policy
-from router.types import CountArray
+from router.refit import RefitJob, RefitReason, run_refit
+from router.types import CountArray, FloatArray
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 48, 128, 8
 PROMPT_TOKENS = 300
 LOAD_PER_REPLICA = 8
 DECISIONS = {16: 3000, 64: 2000, 1024: 300}  # K: timed decisions
 NUM_PROMPTS = 32
+REFIT_REPLICAS = 16
 
 
 def add_cli(subparsers: Any) -> None:
@@ -30,6 +35,11 @@ def add_cli(subparsers: Any) -> None:
     parser = subparsers.add_parser("router", help="time of one routing decision")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--policy", default="band", help="routing policy (default band)")
+    parser.add_argument(
+        "--refit",
+        action="store_true",
+        help="decision time while centroids are fitted on another thread, against alone",
+    )
     parser.add_argument(
         "--actor",
         action="store_true",
@@ -80,6 +90,8 @@ def _command(args: argparse.Namespace) -> int:
         from bench import router_actor
 
         return router_actor.command(args)
+    if args.refit:
+        return _refit_command(args)
     report = measure(args.policy)
     if args.json:
         print(json.dumps(report))
@@ -88,6 +100,68 @@ def _command(args: argparse.Namespace) -> int:
     print(f"{'replicas':>8}  {'p50 us':>9}  {'p99 us':>9}")
     for k, times in report["decision_us"].items():
         print(f"{k:>8}  {times['p50']:>9.1f}  {times['p99']:>9.1f}")
+    return 0
+
+
+def measure_refit(policy: str = "band", num_refits: int = 5) -> dict[str, Any]:
+    """Decisions a millisecond apart at 16 replicas, alone and beside refits on 1,024 signatures.
+
+    Returns:
+        {"alone": {"p50": microseconds, "p99": ..., "max": ...}, "beside": the same,
+        "refit_s": seconds of one refit, mean}.
+    """
+    rng = np.random.default_rng(1)
+    k = REFIT_REPLICAS
+    core = RoutingCore(make_policy(policy, seed=1), bench_artifact(k, rng), seed=1)
+    core.set_replicas([f"decode-{i}" for i in range(k)])
+    tastes = [bench_taste(rng) for _ in range(k)]
+    prompts = [bench_counts(rng, taste_LE) for taste_LE in tastes for _ in range(64)]
+    assert core.artifact is not None
+    job = RefitJob(
+        RefitReason.POOL,
+        tuple(core.replica_ids),
+        np.arange(k),
+        core.centroids_CD,
+        list(core.artifact.transform.batch(np.stack(prompts))),
+        seed=1,
+        min_gain=0.0,
+        space="bench",
+    )
+
+    def decisions(is_done: Callable[[], bool]) -> dict[str, float]:
+        times_s: list[float] = []
+        while not is_done():
+            counts_LE = prompts[len(times_s) % len(prompts)]
+            started = time.perf_counter()
+            core.select("request", counts_LE, PROMPT_TOKENS, None, started)
+            core.release("request")
+            times_s.append(time.perf_counter() - started)
+            time.sleep(0.001)
+        p50, p99, most = np.percentile(times_s, [50, 99, 100]) * 1e6
+        return {"p50": round(p50, 1), "p99": round(p99, 1), "max": round(most, 1)}
+
+    with threadpool_limits(limits=1), ThreadPoolExecutor(1) as thread:
+        end = time.perf_counter() + 1.0
+        alone = decisions(lambda: time.perf_counter() > end)
+        started = time.perf_counter()
+        refits = [thread.submit(run_refit, job) for _ in range(num_refits)]
+        beside = decisions(refits[-1].done)
+        refit_s = (time.perf_counter() - started) / num_refits
+    return {"alone": alone, "beside": beside, "refit_s": round(refit_s, 3)}
+
+
+def _refit_command(args: argparse.Namespace) -> int:
+    report = measure_refit(args.policy)
+    if args.json:
+        print(json.dumps({"refit": report}))
+        return 0
+    print(f"policy {args.policy}, {REFIT_REPLICAS} replicas; one refit takes {report['refit_s']} s")
+    rows = [["decisions", "p50 us", "p99 us", "max us"]]
+    rows += [
+        [name, *(f"{report[name][key]:.1f}" for key in ("p50", "p99", "max"))]
+        for name in ("alone", "beside")
+    ]
+    print(table(rows))
     return 0
 
 
@@ -145,8 +219,13 @@ def bench_artifact(k: int, rng: np.random.Generator) -> Artifact:
     )
 
 
-def bench_counts(rng: np.random.Generator) -> CountArray:
-    """Counts of one prompt, uint16 (L, E); every layer sums to tokens * top_k."""
+def bench_taste(rng: np.random.Generator) -> FloatArray:
+    """How likely a prompt's tokens choose each expert; float64 (L, E), rows sum to 1."""
     taste_LE = rng.gamma(0.3, size=(NUM_LAYERS, NUM_EXPERTS))
-    taste_LE /= taste_LE.sum(axis=1, keepdims=True)
+    return np.asarray(taste_LE / taste_LE.sum(axis=1, keepdims=True))
+
+
+def bench_counts(rng: np.random.Generator, taste_LE: FloatArray | None = None) -> CountArray:
+    """Counts of one prompt, uint16 (L, E); every layer sums to tokens * top_k."""
+    taste_LE = bench_taste(rng) if taste_LE is None else taste_LE
     return rng.multinomial(PROMPT_TOKENS * TOP_K, taste_LE).astype(np.uint16)

@@ -283,7 +283,7 @@ class RoutingCore:
                 )
                 if signature_D is not None:
                     signatures[b] = signature_D
-        scores_BK, rows = self._batch_scores(signatures)
+        scores_BK, cosines_BB, rows = self._batch_scores(signatures)
         raw_K = self.loads(now)
         loads_K = self._ramped(raw_K, now)
         answers: list[Selection | NoReplica] = []
@@ -306,12 +306,13 @@ class RoutingCore:
             k = self._index[selection.replica_id]
             if b in rows and self.policy.follows_batch:
                 # What runs on k is another mix now: those that follow must see it.
-                self._follow(k, signatures[b])
-                later = scores_BK[rows[b] + 1 :]
-                for row, signature_D in zip(
-                    later, list(signatures.values())[rows[b] + 1 :], strict=True
-                ):
-                    row[k] = signature_D @ self._running_KD[k]
+                rate = self._follow(k, signatures[b])
+                row = rows[b]
+                later = cosines_BB[row, row + 1 :]
+                if rate < 1.0:
+                    before = scores_BK[row + 1 :, k]
+                    later = before + np.float32(rate) * (later - before)
+                scores_BK[row + 1 :, k] = later
             raw_K[k] += 1
             loads_K[k] = max(loads_K[k], raw_K[k])  # one array unless a replica ramps up
             answers.append(selection)
@@ -552,26 +553,32 @@ class RoutingCore:
 
     def _batch_scores(
         self, signatures: Mapping[int, Float32Array]
-    ) -> tuple[Float32Array, dict[int, int]]:
-        """What `_scores` gives for each signature, shape (B, K), and the row of each key."""
+    ) -> tuple[Float32Array, Float32Array, dict[int, int]]:
+        """What `_scores` gives for each signature, shape (B, K), and the row of each key.
+
+        Between them, for policies that follow the batch, the cosines of the signatures, (B, B).
+        """
         rows = {key: row for row, key in enumerate(signatures)}
+        none = np.empty((0, 0), dtype=np.float32)
         if not signatures:
-            return np.empty((0, len(self._ids)), dtype=np.float32), rows
+            return none, none, rows
         signatures_BD = np.stack(list(signatures.values()))
         if self.policy.follows_batch:
             scores_BK: Float32Array = signatures_BD @ self._running_KD.T
             scores_BK[:, ~self._has_running_K] = np.nan
             for scores_K in scores_BK:
                 self._note_running(scores_K)
-            return scores_BK, rows
+            return scores_BK, signatures_BD @ signatures_BD.T, rows
         scores_BC = np.full((len(signatures), len(self._scores_C)), np.nan, dtype=np.float32)
         np.matmul(signatures_BD, self._centroids_CD.T, out=scores_BC[:, :-1])
         for scores_C in scores_BC[:, :-1]:
             self._note_scores(scores_C)
-        return scores_BC[:, self._centroid_K], rows
+        return scores_BC[:, self._centroid_K], none, rows
 
-    def _follow(self, k: int, signature_D: Float32Array) -> None:
+    def _follow(self, k: int, signature_D: Float32Array) -> float:
         """Count a request that was just reserved on replica k into the mean of what runs there.
+
+        Returns its share of the mean, in (0, 1].
 
         A request that ends takes the mean with it, not its own signature: the mean stays, and only
         its weight, the load, falls. So nothing is kept per request, and an idle replica remembers
@@ -581,16 +588,17 @@ class RoutingCore:
         if not self._has_running_K[k]:
             running_D[:] = signature_D
             self._has_running_K[k] = True
-            return
+            return 1.0
         rate = 1.0 / (BATCH_PRIOR + self.ledger.load(self._ids[k]))
         running_D += np.float32(rate) * (signature_D - running_D)
+        return rate
 
     def _note_running(self, scores_K: Float32Array) -> None:
         """Note which replica's batch a request is nearest to, as if it were its centroid."""
-        if not self._has_running_K.any():
-            return
-        nearest = int(np.nanargmax(scores_K))
-        best = float(scores_K[nearest])
+        best = float(np.fmax.reduce(scores_K))
+        if best != best:
+            return  # NaN only: no replica has anything to compare with
+        nearest = int((scores_K == np.float32(best)).argmax())
         self._counters["scored"] += 1
         self._best_similarity_sum += best
         centroid = int(self._centroid_K[nearest])

@@ -110,7 +110,7 @@ async def _healthy() -> None:
     return None
 
 
-async def until(condition, timeout_s: float = 20.0) -> None:
+async def until(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         result = condition()
@@ -168,6 +168,25 @@ def test_lost_release_expires():
             assert time.monotonic() - started > TTL_S / 2
 
     asyncio.run(run())
+
+
+def test_clients_map_of_replicas_is_seconds_old_at_most():
+    async def run() -> None:
+        async with App("view", settings()) as app:
+            await app.add("a", "b")
+            idle, busy = await app.clients(2)
+            await until(lambda: _knows_all(app))  # before, clients keep what it may not know yet
+            del app.beats["b"]
+            await router_handle(app.name).deregister.remote("b")
+            await select(busy, "r")
+            assert set(busy.replicas("decode")) == {"a"}  # at once, with the selection
+            await until(lambda: set(idle.replicas("decode")) == {"a"}, timeout_s=20.0)
+
+    asyncio.run(run())
+
+
+async def _knows_all(app: App) -> bool:
+    return (await router_handle(app.name).view.remote())["is_complete"]
 
 
 def test_cancelled_selection_leaves_no_reservation():

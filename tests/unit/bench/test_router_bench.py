@@ -26,3 +26,10 @@ def test_table(capsys, monkeypatch):
     lines = run(capsys, monkeypatch, "--policy", "soft").splitlines()
     assert "policy soft" in lines[0]
     assert len({len(line) for line in lines[1:]}) == 1
+
+
+def test_refit_is_measured_beside_decisions():
+    report = router_bench.measure_refit("band", num_refits=1)
+    assert report["refit_s"] > 0
+    for times in (report["alone"], report["beside"]):
+        assert 0 < times["p50"] <= times["p99"] <= times["max"]
