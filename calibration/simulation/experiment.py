@@ -200,7 +200,7 @@ def _paper(config: SimulationConfig, settings: list[Setting]) -> dict[str, Any] 
     key = (config.paper.workload, config.paper.model)
     study = config.paper.study
     rows = _rate_rows(key, settings) if study == "rates" else _swept_rows(study, key, settings)
-    notes = ["scale", "shape", "tail", "structure", "refit", "runs"]
+    notes = ["scale", "shape", "ttft", "tail", "structure", "refit", "runs"]
     if config.workload.source == "trace":
         notes = ["trace", "tail", "refit", "runs"]
     return {
@@ -237,6 +237,8 @@ def _rate_rows(key: tuple[str, str], settings: list[Setting]) -> list[dict[str, 
                         else [_percent(a / b) for a, b in zip(pair, base_pair, strict=True)],
                         "ours_change": _changes(figures, base),
                         "ours_distinct": _changes(figures, base, ("distinct",))[0],
+                        "paper_ttft_ms": published.TTFT_MS[key].get(policy, {}).get(rate),
+                        "ours_ttft_ms": _mean(figures["ttft_p50"]),
                     }
                 )
     return rows

@@ -141,9 +141,11 @@ def _course_figure(cells: dict[str, Cell]) -> Figure:
     figure, axes = _figure(len(_COURSE) + 1)
     for policy, cell in cells.items():
         run = cell.runs[0]
-        hours = np.array([sample.at_s for sample in run.samples]) / 3600
+        last = run.samples[-1].at_s if run.samples else 0.0
+        unit, unit_s = ("hours", 3600) if last > 2 * 3600 else ("minutes", 60)
+        at = np.array([sample.at_s for sample in run.samples]) / unit_s
         for axis, (name, label) in zip(axes, _COURSE, strict=False):
-            axis.plot(hours, [getattr(sample, name) for sample in run.samples], label=policy)
+            axis.plot(at, [getattr(sample, name) for sample in run.samples], label=policy)
             axis.set_ylabel(label)
         if len(run.arrived_M):
             edges = np.linspace(run.arrived_M[0], run.arrived_M[-1], 61)
@@ -152,11 +154,12 @@ def _course_figure(cells: dict[str, Cell]) -> Figure:
                 np.median(run.tpot_M[where == i]) * 1e3 if (where == i).any() else np.nan
                 for i in range(60)
             ]
-            axes[-1].plot((edges[:-1] + edges[1:]) / 7200, medians, label=policy)
+            axes[-1].plot((edges[:-1] + edges[1:]) / 2 / unit_s, medians, label=policy)
     axes[-1].set_ylabel("TPOT P50, ms")
     for axis in axes:
-        axis.set_xlabel("hours")
+        axis.set_xlabel(unit)
     axes[0].legend(fontsize=8)
+    axes[0].set_ylim(bottom=0)
     return figure
 
 

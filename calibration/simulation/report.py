@@ -119,8 +119,11 @@ def paper_title(paper: dict[str, Any]) -> str:
 
 def paper_rows(paper: dict[str, Any]) -> list[list[str]]:
     """The comparison, row by row."""
+    has_times = paper["study"] == "rates"
     rows = [["case", "policy", "paper ms", "ours ms", "paper", "ours", "distinct/step"]]
+    rows[0] += ["TTFT P50 paper", "ours"] if has_times else []
     for row in paper["rows"]:
+        times = [row.get("paper_ttft_ms"), row.get("ours_ttft_ms")] if has_times else []
         rows.append(
             [
                 row["case"],
@@ -130,9 +133,10 @@ def paper_rows(paper: dict[str, Any]) -> list[list[str]]:
                 _pair(row["paper_change"], "{:+.1f}"),
                 _pair(row["ours_change"], "{:+.1f}"),
                 f"{row['ours_distinct']:+.1f}",
+                *(number(value, 1) for value in times),
             ]
         )
-    rows += _mean_rows(paper["rows"]) if paper["study"] == "rates" else []
+    rows += _mean_rows(paper["rows"]) if has_times else []
     return rows
 
 
@@ -152,7 +156,7 @@ def _mean_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
         note = f"{distinct:+.1f}"
         if policy == "band":
             note += f" (paper {published.ACTIVE_EXPERTS_CHANGE:+.1f}, Qwen task)"
-        means.append(["mean", policy, "", "", *both, note])
+        means.append(["mean", policy, "", "", *both, note, "", ""])
     return means
 
 
