@@ -298,6 +298,9 @@ class CacheConfig(_Section):
     score_file: str | None = None
     """.npz file with trained routers or the order of policy static; None scores by the gates."""
 
+    placement: str | None = None
+    """Placement plan of experts on ranks, under expert parallelism; None: as they are loaded."""
+
     adaptive: bool = False
     """Lets each node's manager lower B under memory pressure and set R by the link's headroom."""
 
@@ -459,7 +462,7 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
             model["path"] = str(folder.resolve())
     if isinstance(router, dict) and isinstance(given := router.get("artifact"), str) and given:
         router["artifact"] = str((base / os.path.expanduser(given)).resolve())
-    for key in ("store_dir", "score_file"):
+    for key in ("store_dir", "score_file", "placement"):
         # "~" stays: it is the home of whoever runs the engine.
         if isinstance(cache, dict) and isinstance(given := cache.get(key), str):
             cache[key] = given if given.startswith("~") else str((base / given).resolve())
@@ -569,8 +572,21 @@ def _router_problems(config: EldrConfig) -> list[Problem]:
 
 def _cache_problems(config: EldrConfig) -> list[Problem]:
     cache, problems = config.cache, []
+    by_experts = bool(config.decode.engine_kwargs.get("enable_expert_parallel"))
     if not cache.enabled:
+        if by_experts and config.device == "cpu":
+            text = (
+                "must be true for decode.engine_kwargs.enable_expert_parallel on device cpu: "
+                "vLLM's CPU kernel ignores which rank has an expert, and crashes; with all experts "
+                "in slots set cache.fraction: 1"
+            )
+            return [Problem("cache.enabled", text)]
         return []
+    if cache.placement is not None and not by_experts:
+        text = (
+            "is for experts on ranks: set enable_expert_parallel in decode.engine_kwargs, or none"
+        )
+        problems.append(Problem("cache.placement", text))
     if config.decode.enforce_eager is False:
         text = (
             "must not be false while cache.enabled is true: a compiled graph cannot wait for a load"

@@ -22,6 +22,8 @@ class CacheSettings:
         budget: R, candidates checked before each access; policy spatio only.
         store_dir: folder of the backing store.
         score_file: weights or hotness that the policy scores by; None takes the model's own gates.
+        placement: placement plan that says which rank computes an expert, under expert
+            parallelism; None: the rank that loads it.
         exact_tokens: steps up to this size are split by tokens when their experts do not fit.
     """
 
@@ -32,6 +34,7 @@ class CacheSettings:
     budget: int
     store_dir: str
     score_file: str | None
+    placement: str | None
     exact_tokens: int
 
     def as_dict(self) -> dict[str, Any]:

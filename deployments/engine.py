@@ -125,6 +125,7 @@ def _cache_kwargs(config: EldrConfig, device: str) -> dict[str, Any]:
         budget=cache.budget,
         store_dir=os.path.expanduser(cache.store_dir),
         score_file=cache.score_file and os.path.expanduser(cache.score_file),
+        placement=cache.placement and os.path.expanduser(cache.placement),
         # A decode step has at most a token of each request; what is larger is a prompt.
         exact_tokens=config.decode.max_num_seqs,
     )

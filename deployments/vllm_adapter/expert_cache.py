@@ -16,18 +16,21 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import psutil
 import torch
 
 from app.model_facts import model_facts
+from cachemgr.placement_plan import PlacementPlan
 from cachemgr.policies import ExpertCache, make_retention
 from cachemgr.scores import Scores, load_scores
 from cachemgr.settings import SETTINGS_KEY, CacheSettings
 from cachemgr.store import ExpertStore, StoreKey, StoreWriter, TensorSpec, locked
+from cachemgr.types import BoolArray
 from deployments.vllm_adapter.bindings import (
     CACHE_BINDINGS,
     IncompatibleVllm,
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Source = dict[str, torch.Tensor | Sequence[torch.Tensor]]  # of one layer: its E experts by name
 Router = Callable[[torch.Tensor], torch.Tensor]  # hidden states [T, H] to logits [T, E]
 
 _WEIGHTS = (W13, W2)
@@ -113,7 +117,8 @@ class InstalledCache:
     ) -> None:
         self._runners, self.settings = runners, settings
         self.device: torch.device = runners[0].routed_experts.w13_weight.device
-        self.num_experts: int = runners[0].routed_experts.w13_weight.shape[0]
+        self.num_experts: int = runners[0].moe_config.num_experts
+        self._share = ExpertShare.of(runners[0])
         self._top_k: int = runners[0].moe_config.experts_per_token
         fingerprint = model_fingerprint(vllm_config)
         self._load_scores = functools.partial(
@@ -123,13 +128,17 @@ class InstalledCache:
             num_experts=self.num_experts,
             hidden_size=int(runners[0].moe_config.hidden_dim),
         )
-        cache, scoring = self._make_policy(settings)
+        self._load_owned = functools.partial(
+            owned_experts, self._share, fingerprint, len(runners), self.num_experts
+        )
+        owned_LE = self._load_owned(settings.placement)
+        cache, scoring = self._make_policy(settings, owned_LE)
         self.full_bytes = sum(t.nbytes for r in runners for t in _weights(r).values())
-        self.expert_bytes = self.full_bytes // (len(runners) * self.num_experts)
+        self.expert_bytes = sum(t[0].nbytes for t in _weights(runners[0]).values())
         self._source = (
             pinned_source(runners)
             if self.device.type == "cuda"
-            else mapped_source(vllm_config, runners, settings, fingerprint)
+            else mapped_source(vllm_config, runners, settings, fingerprint, self._share)
         )
         copier: Copier = CudaCopier(self.device) if self.device.type == "cuda" else HostCopier()
         self.runtime = SlotRuntime(
@@ -139,6 +148,7 @@ class InstalledCache:
             exact_tokens=settings.exact_tokens,
             reads_source=self.device.type == "cpu",
             scoring=scoring,
+            owned_LE=owned_LE,
         )
         for layer, runner in enumerate(runners):
             _wrap(self.runtime, layer, runner)
@@ -148,13 +158,19 @@ class InstalledCache:
         """Bytes of expert weights on the device."""
         return sum(t.nbytes for r in self._runners for t in _weights(r).values())
 
-    def _make_policy(self, settings: CacheSettings) -> tuple[ExpertCache, GateScores | None]:
+    def _make_policy(
+        self, settings: CacheSettings, owned_LE: BoolArray | None
+    ) -> tuple[ExpertCache, GateScores | None]:
         """Empty cache and scores of these settings. Raises ValueError: they do not fit."""
         num_layers, scored = len(self._runners), settings.policy in _SCORED_BY_GATE
         if settings.budget and settings.policy != "spatio":
             raise ValueError(
                 f"policy {settings.policy} loads nothing ahead: budget must be 0, got "
                 f"{settings.budget}; take policy spatio"
+            )
+        if owned_LE is not None and settings.policy == "spatio":
+            raise ValueError(
+                "policy spatio does not know ranks: take another with experts on ranks"
             )
         scores = Scores()
         if settings.score_file is not None:
@@ -166,10 +182,11 @@ class InstalledCache:
             lambda_=settings.lrfu_lambda,
             hotness_RE=scores.hotness_LE,
         )
+        num_owned = self.num_experts if owned_LE is None else int(owned_LE.sum(axis=1).max())
         cache = ExpertCache(
             num_layers,
             self.num_experts,
-            settings.capacity(self.num_experts),
+            settings.capacity(num_owned),
             self._top_k,
             retention,
             budget=settings.budget,
@@ -182,10 +199,11 @@ class InstalledCache:
         layers = []
         for runner, source in zip(self._runners, self._source, strict=True):
             slots = {}
-            for name, tensor in source.items():
+            for name, experts in source.items():
+                one = experts[0]
                 # Zeros, not empty: a slot that is read with weight 0 must hold no NaN.
                 slots[name] = torch.zeros(
-                    (capacity, *tensor.shape[1:]), dtype=tensor.dtype, device=self.device
+                    (capacity, *one.shape), dtype=one.dtype, device=self.device
                 )
                 setattr(
                     runner.routed_experts,
@@ -199,23 +217,25 @@ class InstalledCache:
         """Change settings between two steps; another policy or B starts with empty slots.
 
         Args:
-            changes: fields of `CacheSettings`: slots, budget, policy, lrfu_lambda, score_file.
+            changes: fields of `CacheSettings`: slots, budget, policy, lrfu_lambda, score_file,
+                placement.
 
         Raises:
             ValueError: they do not fit; nothing was changed.
         """
         runtime = self.runtime
         settings = dataclasses.replace(self.settings, **changes)
-        cache, scoring = self._make_policy(settings)
+        owned_LE = self._load_owned(settings.placement)
+        cache, scoring = self._make_policy(settings, owned_LE)
         self.settings = settings
         if set(changes) <= {"budget"}:
             runtime.cache.budget = cache.budget
             return
         cache.ledger = runtime.cache.ledger
         if cache.capacity == runtime.cache.capacity:
-            runtime.replace(cache, scoring)
+            runtime.replace(cache, scoring, owned_LE)
             return
-        runtime.replace(cache, scoring, lambda: self._allocate(cache.capacity))
+        runtime.replace(cache, scoring, owned_LE, lambda: self._allocate(cache.capacity))
         _return_free_memory()
 
     def stats(self) -> dict[str, Any]:
@@ -257,42 +277,133 @@ def model_fingerprint(vllm_config: VllmConfig) -> str:
     return hashlib.sha256(f"{model.model}@{model.revision}".encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """Which experts a rank has loaded: all of them, or with expert parallelism a run of ids.
+
+    Attributes:
+        rank: of this worker among those that share the experts.
+        size: their number; 1 without expert parallelism.
+        num_local: experts that each has loaded.
+    """
+
+    rank: int
+    size: int
+    num_local: int
+
+    @classmethod
+    def of(cls, runner: Any) -> Self:
+        """Of one layer, which stands for all.
+
+        Raises:
+            IncompatibleVllm: experts are not split evenly in runs.
+        """
+        num_local = runner.routed_experts.w13_weight.shape[0]
+        if not runner.routed_experts.use_ep:
+            return cls(0, 1, num_local)
+        parallel = runner.moe_config.moe_parallel_config
+        share = cls(parallel.ep_rank, parallel.ep_size, num_local)
+        first = share.rank * num_local
+        local = (runner.routed_experts.expert_map >= 0).nonzero().flatten().tolist()
+        if (
+            local != list(range(first, first + num_local))
+            or num_local * share.size != runner.moe_config.num_experts
+        ):
+            raise IncompatibleVllm(
+                "the expert cache needs experts that are split evenly and in order over the ranks: "
+                "set expert_placement_strategy linear and a number of ranks that divides "
+                f"{runner.moe_config.num_experts}"
+            )
+        return share
+
+
+def owned_experts(
+    share: ExpertShare,
+    fingerprint: str,
+    num_layers: int,
+    num_experts: int,
+    placement: str | None,
+) -> BoolArray | None:
+    """Experts that this rank computes; bool (L, E). None: all, without expert parallelism.
+
+    Args:
+        share: what the rank has loaded.
+        fingerprint: of the model.
+        num_layers: L.
+        num_experts: E.
+        placement: file of a `PlacementPlan`; None: each rank computes what it has loaded.
+
+    Raises:
+        ValueError: the plan is for another model or number of ranks, or has copies of experts.
+    """
+    if share.size == 1:
+        if placement is not None:
+            raise ValueError("cache.placement is for experts on several ranks, this engine has one")
+        return None
+    rank_LE = np.tile(np.arange(num_experts) // share.num_local, (num_layers, 1))
+    if placement is not None:
+        plan = PlacementPlan.load(placement)
+        plan.verify(fingerprint, num_layers, num_experts, num_experts, share.size)
+        for layer, experts in enumerate(plan.physical_to_logical_LP):
+            rank_LE[layer, experts] = plan.rank_of_slot_P
+    owned_LE: BoolArray = rank_LE == share.rank
+    return owned_LE
+
+
 def mapped_source(
-    vllm_config: VllmConfig, runners: Sequence[Any], settings: CacheSettings, fingerprint: str
-) -> list[Tensors]:
-    """Experts in a memory-mapped file, which is written if it is not there."""
+    vllm_config: VllmConfig,
+    runners: Sequence[Any],
+    settings: CacheSettings,
+    fingerprint: str,
+    share: ExpertShare,
+) -> list[Source]:
+    """Experts in memory-mapped files; that of this rank is written if it is not there.
+
+    With expert parallelism a rank maps the files of all ranks, so that it may compute any expert.
+    """
     parallel = vllm_config.parallel_config
     fused = runners[0]._quant_method.moe_kernel.impl.fused_experts
-    key = StoreKey(
-        fingerprint=fingerprint,
-        layout=f"{type(fused).__name__} rank {parallel.rank} of {parallel.world_size}"
-        f"{' by experts' if parallel.enable_expert_parallel else ''}",
-        num_experts=runners[0].routed_experts.w13_weight.shape[0],
-        tensors_L=tuple(
-            tuple(_spec(name, tensor) for name, tensor in _weights(runner).items())
-            for runner in runners
-        ),
+    tensors_L = tuple(
+        tuple(_spec(name, tensor) for name, tensor in _weights(runner).items())
+        for runner in runners
     )
-    path = Path(settings.store_dir) / key.file_name
+
+    def key(rank: int) -> StoreKey:
+        part = f"experts {rank} of {share.size}" if share.size > 1 else "all experts"
+        if share.size == 1 and parallel.world_size > 1:
+            part = f"rank {parallel.rank} of {parallel.world_size}"
+        layout = f"{type(fused).__name__} {part}"
+        return StoreKey(fingerprint, layout, share.num_local, tensors_L)
+
+    own = key(share.rank)
+    path = Path(settings.store_dir) / own.file_name
     with locked(path):
         if not path.exists():
-            with StoreWriter(path, key) as writer:
+            with StoreWriter(path, own) as writer:
                 for layer, runner in enumerate(runners):
                     for name, tensor in _weights(runner).items():
                         writer.write(layer, name, _bytes(tensor))
                 writer.commit()
-    store = ExpertStore.open(path, key)
-    source = []
+    if share.size > 1:
+        from vllm.distributed import get_ep_group
+
+        get_ep_group().barrier()  # the other ranks' files are there
+    stores = [
+        ExpertStore.open(path.with_name(key(rank).file_name), key(rank))
+        for rank in range(share.size)
+    ]
+    result = []
     for layer, runner in enumerate(runners):
-        tensors = {}
+        source: Source = {}
         for name, tensor in _weights(runner).items():
-            store.check_same(layer, name, _bytes(tensor))
-            tensors[name] = _as_tensor(store.tensor(layer, name), tensor)
-        source.append(tensors)
-    return source
+            stores[share.rank].check_same(layer, name, _bytes(tensor))
+            parts = [_as_tensor(store.tensor(layer, name), tensor) for store in stores]
+            source[name] = parts[0] if len(parts) == 1 else [e for part in parts for e in part]
+        result.append(source)
+    return result
 
 
-def pinned_source(runners: Sequence[Any]) -> list[Tensors]:
+def pinned_source(runners: Sequence[Any]) -> list[Source]:
     """Experts in pinned host memory, which a GPU copies from by itself. Not run: no GPU here."""
     return [
         {name: tensor.cpu().pin_memory() for name, tensor in _weights(runner).items()}
@@ -474,6 +585,12 @@ def _check_supported(vllm_config: VllmConfig, runners: Sequence[Any]) -> None:
         problems.append(f"MoE layers differ in shape ({sorted(shapes)})")
     if vllm_config.parallel_config.data_parallel_size > 1:
         problems.append("data parallelism sends tokens between ranks")
+    if (
+        runners
+        and runners[0].routed_experts.use_ep
+        and vllm_config.device_config.device_type != "cpu"
+    ):
+        problems.append("experts on several ranks are cached on CPUs alone")
     if not vllm_config.model_config.enforce_eager:
         problems.append("compiled graphs cannot wait for loads (set decode.enforce_eager)")
     if problems:

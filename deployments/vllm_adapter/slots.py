@@ -256,12 +256,13 @@ class SlotRuntime:
         self,
         cache: ExpertCache,
         scoring: Scoring | None,
+        owned_LE: BoolArray | None = None,
         allocate: Callable[[], Sequence[LayerWeights]] | None = None,
     ) -> None:
-        """Go on with another, empty cache; with other slots, the old ones are freed first."""
+        """Go on with another, empty cache; where slots are allocated, the old ones go first."""
         for layer in range(len(self.layers)):
             self.copier.finish(layer)
-        self.cache, self._scoring = cache, scoring
+        self.cache, self._scoring, self._owned_LE = cache, scoring, owned_LE
         if allocate is not None:
             self.layers = ()
             self.layers = allocate()

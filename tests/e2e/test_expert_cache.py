@@ -78,6 +78,7 @@ class Engine:
 
     def close(self) -> None:
         self.engine.shutdown()
+        del self.engine  # one that is left to the interpreter's end complains there
         self.loop.close()
 
 

@@ -247,6 +247,14 @@ BAD_RELATIONS = [
         ["cache.budget: must be <= 8, the slots of a layer, got 9"],
     ),
     (
+        {"device": "cpu", "decode.engine_kwargs": {"enable_expert_parallel": True}},
+        ["cache.enabled: must be true for decode.engine_kwargs.enable_expert_parallel", "crashes"],
+    ),
+    (
+        {"cache": {"enabled": True, "placement": "plan.json"}},
+        ["cache.placement: is for experts on ranks: set enable_expert_parallel"],
+    ),
+    (
         {"cache.enabled": True, "cache.policy": "static"},
         ["cache.score_file: policy static needs a file with the array hotness_LE"],
     ),

@@ -243,7 +243,7 @@ def test_another_capacity_starts_empty_and_goes_on() -> None:
     runtime, small = make_runtime(6, source), make_runtime(3, source)
     run = run_of(runtime)
     run(0, batches.step(4))
-    runtime.replace(small.cache, None, lambda: small.layers)
+    runtime.replace(small.cache, None, allocate=lambda: small.layers)
     step = batches.step(4)
     assert torch.equal(run(0, step), batches.expected(0, step))
     assert runtime.cache.capacity == 3
