@@ -206,7 +206,8 @@ class RefitConfig(_Section):
     """When the router fits its centroids anew, from the signatures of recent requests."""
 
     when: Literal["never", "pool", "online"] = "pool"
-    """never; pool: when the number of decode replicas changes; online: also when traffic drifts."""
+    """never; pool: when the number of decode replicas changes; online: also when traffic drifts,
+    which policy `live` follows by itself."""
 
     settle_s: float = Field(default=5.0, ge=0)
     """Seconds without a change of the pool before it is fitted to; 5 outlasts one replica's fit."""
@@ -264,8 +265,8 @@ class RouterConfig(_Section):
     reservoir_size: int = Field(default=1024, ge=1)
     """Recent signatures kept for refits; 1024 covers 16 decode replicas with 64 each."""
 
-    ramp_s: float = Field(default=10.0, ge=0)
-    """Seconds until a new decode replica's emptiness counts in full; 0 sends it a burst at once."""
+    ramp_s: float = Field(default=2.0, ge=0)
+    """Seconds until a new decode replica's emptiness counts in full; longer ones cost locality."""
 
     refit: RefitConfig = Field(default_factory=RefitConfig)
     """When centroids are fitted anew; by default when the number of decode replicas changes."""

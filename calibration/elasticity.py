@@ -66,7 +66,7 @@ class Settings:
     num_after: int = 2048
     law: StepTimeLaw = field(default_factory=lambda: StepTimeLaw(0.01, 0.0001, 0.0009))
     refit: RefitSettings = field(default_factory=RefitSettings)
-    ramp_s: float = 10.0
+    ramp_s: float = 2.0
     bin_size: int = 128
 
     @property

@@ -284,13 +284,11 @@ class RoutingCore:
                 if signature_D is not None:
                     signatures[b] = signature_D
         scores_BK, cosines_BB, rows = self._batch_scores(signatures)
-        raw_K = self.loads(now)
-        loads_K = self._ramped(raw_K, now)
+        loads_K = self._ramped(self.loads(now), now)
         answers: list[Selection | NoReplica] = []
         for b, (request, choice) in enumerate(zip(requests, allowed, strict=True)):
             if self._give_up(request.request_id):
-                raw_K = self.loads(now)
-                loads_K = self._ramped(raw_K, now)
+                loads_K = self._ramped(self.loads(now), now)
             if isinstance(choice, NoReplica):
                 answers.append(choice)
                 continue
@@ -313,8 +311,7 @@ class RoutingCore:
                     before = scores_BK[row + 1 :, k]
                     later = before + np.float32(rate) * (later - before)
                 scores_BK[row + 1 :, k] = later
-            raw_K[k] += 1
-            loads_K[k] = max(loads_K[k], raw_K[k])  # one array unless a replica ramps up
+            loads_K[k] += 1
             answers.append(selection)
         return answers
 
@@ -396,12 +393,12 @@ class RoutingCore:
         return self.ledger.loads(self._ids) + self._foreign_K * is_recent_K
 
     def _ramped(self, loads_K: IntArray, now: float) -> IntArray:
-        """Loads as policies see them: a replica that has just joined looks no emptier than others.
+        """Loads as policies see them: a replica that has just joined counts as if it held more.
 
-        Its load counts as at least the others' mean, and this floor sinks to 0 in `ramp_s`. From
-        the start it gets the requests whose experts it is home to; what its emptiness attracts
-        comes gradually, at most the mean load in `ramp_s`, and not as one burst of strangers on an
-        engine with cold caches. A floor and not an offset: requests that it holds count once.
+        The others' mean is added to its load, and less and less of it until `ramp_s` is over. So a
+        policy that evens out loads fills it in a straight line, and its emptiness does not draw
+        every request at once to an engine with cold caches. An offset and not a floor: below a
+        floor it would stay the emptiest, whatever it gets.
         """
         if now - self._last_joined_at >= self._ramp_s:
             return loads_K
@@ -409,9 +406,8 @@ class RoutingCore:
         is_settled_K = left_K <= 0.0
         if not is_settled_K.any():
             return loads_K  # the whole pool is new: nobody to compare with
-        floor_K = np.rint(left_K * loads_K[is_settled_K].mean()).astype(np.int64)
-        ramped_K: IntArray = np.maximum(loads_K, floor_K)
-        return ramped_K
+        offset_K: IntArray = np.rint(left_K * loads_K[is_settled_K].mean()).astype(np.int64)
+        return loads_K + offset_K
 
     # ---- state
 

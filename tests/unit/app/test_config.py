@@ -167,7 +167,7 @@ BAD_FIELDS = [
     ({"router.tau": 1.3}, ["router.tau: must be in [0, 1], got 1.3"]),
     ({"router.tau": float("nan")}, ["router.tau: must be a finite number"]),
     ({"router.lambda": -1}, ["router.lambda: must be >= 0, got -1"]),
-    ({"router.policy": "best"}, ["router.policy: must be one of", "'soft', got 'best'"]),
+    ({"router.policy": "best"}, ["router.policy: must be one of", "'soft' or 'live', got 'best'"]),
     ({"router.select_timeout_s": 0}, ["router.select_timeout_s: must be > 0, got 0"]),
     ({"router.domain_header": "X Y"}, ["router.domain_header:", "got 'X Y'"]),
     ({"kv_transfer.progress_thread": "on"}, ["must be one of 'auto', true or false, got 'on'"]),
@@ -213,7 +213,7 @@ BAD_RELATIONS = [
         ["workers use ports 7999 to 8001, among them http.port 8000: move one"],
     ),
     ({"router.policy": "soft"}, ["router.artifact: policy 'soft' needs", "eldr calibrate fit"]),
-    ({"router.policy": ...}, ["router.artifact: policy 'soft' needs"]),
+    ({"router.policy": ...}, ["router.artifact: policy 'live' needs"]),
     (
         {"router.policy": "band", "router.capture": False, "router.artifact": "x"},
         ["router.capture: must be true, got false: policy 'band'", "such as jsq"],
