@@ -1,6 +1,6 @@
 """One decode replica on virtual time: continuous batching, whole runs of equal steps at once.
 
-Axes: X = L * E, MoE layers and experts in one row; B requests of the batch; L MoE layers, W words.
+Axes: X experts of the averaged layers in one row; B requests of the batch; L MoE layers, W words.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class DecodeReplica:
         self._log_absent_NX = workload.log_absent_NX
         self._log_absent_X = np.zeros(self._log_absent_NX.shape[1], dtype=np.float32)
         self._absent_X = np.empty_like(self._log_absent_X)
+        self._num_layers = self._log_absent_X.size // workload.num_experts
         self._changes = math.inf
         self._step_s = self._loads = 0.0
         if exact:
@@ -180,13 +181,12 @@ class DecodeReplica:
 
     def _refresh(self) -> None:
         """Distinct experts and loads of the batch as it is."""
-        num_layers = self._workload.num_layers
         if self._exact:
             self.distinct = self._union()
         else:
             np.exp(self._log_absent_X, out=self._absent_X)
             absent = float(self._absent_X.sum())
-            self.distinct = self._workload.num_experts - absent / num_layers
+            self.distinct = self._workload.num_experts - absent / self._num_layers
             if self._slots is not None:
                 self._loads = self._expected_loads(self._slots)
         self._changes = 0
@@ -202,7 +202,7 @@ class DecodeReplica:
 
     def _expected_loads(self, slots: int) -> float:
         """Experts a step needs beyond the likeliest `slots` of each layer, which are held."""
-        num_layers, num_experts = self._workload.num_layers, self._workload.num_experts
+        num_layers, num_experts = self._num_layers, self._workload.num_experts
         if slots >= num_experts:
             return 0.0
         present_LE = 1.0 - self._absent_X.reshape(num_layers, num_experts)

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,9 +129,10 @@ class RunResult:
 class _Prefill:
     """One prefill replica: what waits is computed in one step."""
 
-    __slots__ = ("is_busy", "queue", "seen")
+    __slots__ = ("is_busy", "name", "queue", "seen")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.queue: list[int] = []
         self.is_busy = False
         self.seen: set[int] = set()
@@ -180,7 +182,7 @@ class Simulator:
         self._attempts = [0] * len(times_N)
         self._failed: set[int] = set()
         self._core = PooledCore(config.router, policy, router, seed)
-        self._events: list[tuple[float, int, Callable[..., None], tuple[int, ...]]] = []
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
         self._pool: dict[str, DecodeReplica] = {}
         self._draining: list[DecodeReplica] = []
@@ -194,8 +196,7 @@ class Simulator:
         self._marks: list[StepTotals] = []
         ids = [f"prefill-{k:04d}" for k in range(config.prefill.replicas)]
         self._ring = PrefixRing(ids)
-        self._prefill = {replica_id: _Prefill() for replica_id in ids}
-        self._prefill_names = ids
+        self._prefill = {name: _Prefill(name) for name in ids}
         self._prefill_loads = dict.fromkeys(ids, 0)
 
     def run(self) -> RunResult:
@@ -226,7 +227,7 @@ class Simulator:
 
     # ---- events
 
-    def _push(self, at: float, handle: Callable[..., None], *args: int) -> None:
+    def _push(self, at: float, handle: Callable[..., None], *args: Any) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (at, self._num_events, handle, args))
 
@@ -259,10 +260,10 @@ class Simulator:
         replica = self._prefill[name]
         replica.queue.append(request)
         if not replica.is_busy:
-            self._start_prefill(now, name)
+            self._start_prefill(now, replica)
 
-    def _start_prefill(self, now: float, name: str) -> None:
-        settings, replica = self._config.prefill, self._prefill[name]
+    def _start_prefill(self, now: float, replica: _Prefill) -> None:
+        settings = self._config.prefill
         tokens, number = 0, 0
         for request in replica.queue:
             prompt = self._prompts[request]
@@ -277,19 +278,17 @@ class Simulator:
         batch, replica.queue = replica.queue[:number], replica.queue[number:]
         replica.is_busy = True
         took = (settings.base_ms + settings.per_token_ms * tokens) / 1e3
-        self._push(now + took, self._end_prefill, self._prefill_names.index(name), *batch)
+        self._push(now + took, self._end_prefill, replica, batch)
 
-    def _end_prefill(self, now: float, index: int, *batch: int) -> None:
-        name = self._prefill_names[index]
-        self._prefill_loads[name] -= len(batch)
+    def _end_prefill(self, now: float, replica: _Prefill, batch: list[int]) -> None:
+        self._prefill_loads[replica.name] -= len(batch)
         for request in batch:
             if self._first[request] != self._first[request]:
                 self._first[request] = now
             self._route(now, request)
-        replica = self._prefill[name]
         replica.is_busy = False
         if replica.queue:
-            self._start_prefill(now, name)
+            self._start_prefill(now, replica)
 
     def _route(self, now: float, request: int) -> None:
         """The core chooses a decode replica and reserves; the KV follows."""
