@@ -203,6 +203,8 @@ def _paper(config: SimulationConfig, settings: list[Setting]) -> dict[str, Any] 
     notes = ["scale", "shape", "ttft", "tail", "structure", "refit", "runs"]
     if config.workload.source == "trace":
         notes = ["trace", "tail", "refit", "runs"]
+    elif key[0] == "lang":
+        notes.insert(notes.index("structure") + 1, "languages")
     return {
         "study": study,
         "workload": key[0],

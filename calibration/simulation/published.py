@@ -165,13 +165,17 @@ NOTES = {
     "shape": "The paper's TPOT is not monotone in the rate (60 req/s is slower than 100, which its "
     "authors do not explain); a step-time law linear in distinct experts cannot follow.",
     "ttft": "Routing and capture cost the paper about 1 ms of TTFT; the simulated router takes no "
-    "time. Prefill times are fitted to round robin's TTFT.",
+    "time. Prefill times are fitted to round robin's TTFT at 20 req/s; queueing in the prefill "
+    "pool alone explains only a part of its growth up to 100.",
     "tail": "Simulated steps have no noise: no KV-transfer stalls, no kernel or scheduler jitter, "
     "no uneven replicas. Round robin's P99 is close to its P50, and a change of the median carries "
     "over to the tail almost whole. The paper's tails hold such noise and move less: our P99 "
     "changes are too favourable.",
     "structure": "Differences between requests of one domain are assumed, not published; see "
     "calibration/simulation/synthetic.py. The band's gain beyond the domain oracle depends on it.",
+    "languages": "In the paper, requests of one language differ by topic enough for ELDR to gain 8 "
+    "points more than the domain oracle; our generator gives topics the same weight for languages "
+    "as for tasks, and the rare languages too few centroids, so ours gains less and its tail pays.",
     "refit": "The paper's rows refit centroids online; ours are fitted once unless router.refit "
     "or refit_every_s is set. Traffic here does not drift, so little is lost.",
     "runs": "The paper's cells are single runs; its repeats of round robin spread by 1-2 % at P50 "
