@@ -217,7 +217,7 @@ async def _halve(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def policy_us(seed: int) -> dict[str, float]:
+def policy_us(seed: int, steps: int = POLICY_STEPS) -> dict[str, float]:
     """Time of one layer's decision in microseconds, by policy, hits and misses as they come.
 
     Batches of tokens whose experts drift slowly, on the shape of a large model's layer.
@@ -226,7 +226,7 @@ def policy_us(seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     logits_TE = rng.normal(size=(tokens, num_experts)) * 2
     demands = []
-    for _ in range(POLICY_STEPS):
+    for _ in range(steps):
         logits_TE += rng.normal(size=logits_TE.shape) * 0.1
         keys_TE = logits_TE + rng.gumbel(size=logits_TE.shape) * 0.3
         demand_E = np.zeros(num_experts, dtype=np.bool_)

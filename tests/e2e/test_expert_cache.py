@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from app.config import CacheConfig, load_config
 from calibration.capture import Prompt
 from deployments.engine import Phase, engine_env, engine_kwargs
 from deployments.replica import set_side_channel
-from tests.e2e.conftest import MAX_TOKENS, MODEL, ROOT
+from tests.e2e.conftest import MAX_TOKENS, MODEL, ROOT, wait_until
 
 POLICIES = ("lru", "lfu", "lrfu", "temporal", "spatio")
 
@@ -71,9 +72,16 @@ class Engine:
         answers = self.loop.run_until_complete(all_of_them())
         return {prompt.id: answer for prompt, answer in zip(prompts, answers, strict=True)}
 
+    def call_all(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call a method of every worker."""
+        results: list[dict[str, Any]] = self.loop.run_until_complete(
+            self.engine.collective_rpc(method, args=args)
+        )
+        return results
+
     def call(self, method: str, *args: Any) -> dict[str, Any]:
-        (result,) = self.loop.run_until_complete(self.engine.collective_rpc(method, args=args))
-        assert isinstance(result, dict)
+        """Call a method of the one worker."""
+        (result,) = self.call_all(method, *args)
         return result
 
     def close(self) -> None:
@@ -159,6 +167,76 @@ def test_settings_that_do_not_fit_are_refused_and_change_nothing(engine: Engine)
     assert {k: after[k] for k in ("slots", "policy", "budget")} == {
         k: before[k] for k in ("slots", "policy", "budget")
     }
+
+
+def test_counts_are_exported(engine: Engine, prompts: list[Prompt]) -> None:
+    from prometheus_client import REGISTRY
+
+    from deployments.vllm_adapter.connector import CACHE_COUNTERS
+
+    def exported() -> dict[str, float]:
+        return {
+            sample.name.removeprefix("vllm:eldr_cache_").removesuffix("_total"): sample.value
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name.startswith("vllm:eldr_cache_") and sample.name.endswith("_total")
+        }
+
+    engine.answers(prompts[:4], "exported")
+    stats, values = engine.call("eldr_cache_stats"), exported()
+    assert set(values) == set(CACHE_COUNTERS)
+    for name, value in values.items():
+        # The last tenth of a second is not exported yet.
+        assert 0.5 * stats[name] <= value <= stats[name], name
+
+
+def test_manager_sets_a_running_engine_and_survives_its_end(engine: Engine) -> None:
+    import ray
+
+    from cachemgr.actor import create_manager
+    from deployments.replica import CacheReporter
+
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    try:
+        node_id = ray.get_runtime_context().get_node_id()
+        manager = create_manager("test", node_id, None)
+        reporter = CacheReporter("test", "decode-1", None, engine.engine.collective_rpc)
+
+        def report() -> int:
+            engine.loop.run_until_complete(reporter.report())
+            return int(engine.call("eldr_cache_stats")["slots"])
+
+        assert report() == 32
+        assert "below top-k" in ray.get(manager.set_targets.remote({"slots": 3}))["error"]
+        assert ray.get(manager.set_targets.remote({"slots": 16}))["targets"]["slots"] == 16
+        assert report() == 16
+        # The manager's process dies: Ray starts it again, and the replica brings the targets back.
+        pid = ray.get(manager.status.remote())["pid"]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: pid_of(manager) not in (None, pid), 30, "the manager is back")
+        assert report() == 16
+        assert ray.get(manager.status.remote())["targets"]["slots"] == 16
+        # The worker comes back as it was configured: it is told again.
+        engine.call("eldr_cache_configure", {"slots": 32})
+        assert report() == 16
+        assert ray.get(manager.status.remote())["replicas"]["decode-1"]["slots"] == 32
+        report()
+        assert ray.get(manager.status.remote())["replicas"]["decode-1"]["slots"] == 16
+        engine.loop.run_until_complete(reporter.stop())
+        assert ray.get(manager.status.remote())["replicas"] == {}
+        ray.kill(manager)
+    finally:
+        ray.shutdown()
+        engine.call("eldr_cache_configure", {"slots": 32})
+
+
+def pid_of(manager: Any) -> int | None:
+    import ray
+
+    try:
+        return int(ray.get(manager.status.remote(), timeout=5)["pid"])
+    except ray.exceptions.RayError:
+        return None
 
 
 def test_damaged_store_stops_the_start(engine: Engine, store: Path) -> None:
