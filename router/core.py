@@ -492,18 +492,17 @@ class RoutingCore:
 
     def _lay_out_running(self, kept_K: Sequence[int | None]) -> None:
         """Rebuild the mean signatures: kept replicas keep theirs, others get their centroid."""
-        running, has = self._running_KD, self._has_running_K
+        running_KD, had_K = self._running_KD, self._has_running_K
         num_dims = self._centroids_CD.shape[1]
+        kept = np.array([-1 if k is None else k for k in kept_K], dtype=np.int64)
+        is_kept_K = kept >= 0
+        is_kept_K[is_kept_K] = had_K[kept[is_kept_K]]
+        is_new_K = ~is_kept_K & (self._centroid_K != NO_CENTROID)
         self._running_KD = np.zeros((len(kept_K), num_dims), dtype=np.float32)
-        self._has_running_K = np.zeros(len(kept_K), dtype=np.bool_)
-        for k, (kept, centroid) in enumerate(zip(kept_K, self._centroid_K.tolist(), strict=True)):
-            if kept is not None and has[kept]:
-                self._running_KD[k] = running[kept]
-            elif centroid != NO_CENTROID:
-                self._running_KD[k] = self._centroids_CD[centroid]
-            else:
-                continue
-            self._has_running_K[k] = True
+        if is_kept_K.any():  # else the old ones may be of another length
+            self._running_KD[is_kept_K] = running_KD[kept[is_kept_K]]
+        self._running_KD[is_new_K] = self._centroids_CD[self._centroid_K[is_new_K]]
+        self._has_running_K = is_kept_K | is_new_K
 
     def _allowed(self, exclude: Collection[str]) -> IntArray | None:
         """Indices that may be chosen; None for all; NoReplica if there are none."""
