@@ -531,6 +531,18 @@ class ExpertCache:
         left = others[scores_E[others].argsort(kind="stable")[:excess]]
         return StepPlan((Pass(self._move(layer, missing, left)),))
 
+    def hit_all(self, demand_LE: BoolArray) -> None:
+        """What `access` of every layer does when all experts of a step are resident, in one call.
+
+        Args:
+            demand_LE: experts that each layer's tokens chose; resident, so within the capacity.
+        """
+        self.retention.observe(slice(None), demand_LE)
+        ledger = self.ledger
+        np.add(ledger.accesses, np.count_nonzero(demand_LE, axis=1), out=ledger.accesses)
+        np.add(ledger.steps, 1, out=ledger.steps)
+        np.add(ledger.passes, 1, out=ledger.passes)
+
     def refine(
         self, layer: int, scores_E: FloatArray, budget: int | None = None
     ) -> tuple[Load, ...]:

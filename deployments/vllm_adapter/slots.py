@@ -201,6 +201,9 @@ class SlotRuntime:
         self.copier, self._exact_tokens, self._reads_source = copier, exact_tokens, reads_source
         self._scoring, self._owned_LE = scoring, owned_LE
         self._num_experts = cache.slot_LE.shape[1]
+        # Slots as the kernel takes them. Only what was copied is in here.
+        self._ready_LE = np.full(cache.slot_LE.shape, -1, dtype=np.int32)
+        self._hits: dict[int, IntArray] = {}  # layers of this step that lacked nothing: their ids
         # Temporal scores of each layer's last step, for refinement (s^ST's terms of t - 1).
         self._temporal_LE = np.zeros(cache.slot_LE.shape)
 
@@ -225,32 +228,85 @@ class SlotRuntime:
             ids_Tk: chosen experts, logical ids.
             logits_TE: the native router's logits; for policies that score by them.
         """
-        call = _Call(kernel, output_TH, hidden_TH, weights_Tk, ids_Tk)
         ids: IntArray = (ids_Tk if ids_Tk.is_cpu else ids_Tk.cpu()).numpy()
+        counts = self.counts
         if layer == 0:
-            self.counts.steps += 1
-            self.counts.tokens += len(ids)
-        self.counts.layer_steps += 1
+            counts.steps += 1
+            counts.tokens += len(ids)
+        counts.layer_steps += 1
+        try:
+            slots_Tk = self._ready_LE[layer][ids]
+            if self._can_hit and slots_Tk.min() >= 0:
+                # The path of most steps: nothing to decide, so the policy hears of it later.
+                if layer in self._hits:
+                    self._tell_hits()  # of a step that broke off
+                self._hits[layer] = ids
+                counts.kernel_calls += 1
+                weights = self.layers[layer].slots
+                slots = torch.from_numpy(slots_Tk)
+                kernel(
+                    output=output_TH,
+                    hidden_states=hidden_TH,
+                    w1=weights[W13],
+                    w2=weights[W2],
+                    topk_weights=weights_Tk,
+                    topk_ids=slots if ids_Tk.is_cpu else slots.to(ids_Tk.device, ids_Tk.dtype),
+                )
+            else:
+                call = _Call(kernel, output_TH, hidden_TH, weights_Tk, ids_Tk)
+                self._miss(layer, call, ids, logits_TE)
+            if layer == len(self.layers) - 1:
+                self._tell_hits()
+        except BaseException:
+            # A plan's slots count as filled before they are: after a failure none may be trusted.
+            self._reset()
+            raise
+
+    @property
+    def _can_hit(self) -> bool:
+        """Whether a layer that lacks nothing needs no decision at all."""
+        return self._owned_LE is None and not self.cache.budget
+
+    def _tell_hits(self) -> None:
+        """Let the policy count the layers of this step that lacked nothing."""
+        if not self._hits:
+            return
+        demand_LE = np.zeros(self._ready_LE.shape, dtype=np.bool_)
+        for layer, ids in self._hits.items():
+            demand_LE[layer, ids] = True
+        if len(self._hits) == len(demand_LE):
+            self.cache.hit_all(demand_LE)
+        else:
+            for layer in self._hits:
+                self.cache.access(layer, demand_LE[layer])
+        self._hits.clear()
+
+    def _reset(self) -> None:
+        self.cache.reset()
+        self._ready_LE[:] = -1
+        self._hits.clear()
+
+    def _miss(self, layer: int, call: _Call, ids: IntArray, logits_TE: torch.Tensor | None) -> None:
+        """Decide, load and compute."""
+        if layer in self._hits:
+            self._tell_hits()  # of a step that broke off
+        hidden_TH = call.hidden_TH
         demand_E = np.zeros(self._num_experts, dtype=np.bool_)
         demand_E[ids] = True
         if self._owned_LE is not None:
             demand_E &= self._owned_LE[layer]
-        try:
-            self.copier.finish(layer)
-            scores_E = self._scores(layer, demand_E, hidden_TH, logits_TE)
-            if np.count_nonzero(demand_E) <= self.cache.capacity:
-                self._run_whole(layer, call, ids, demand_E, scores_E)
-            elif len(ids) <= self._exact_tokens:
-                self._run_by_tokens(layer, call, ids, scores_E)
-            elif self._reads_source and self._owned_LE is None:
-                self._run_from_source(layer, call, demand_E)
-            else:
-                self._run_by_experts(layer, call, ids, demand_E, scores_E)
-            self._refine_next(layer, hidden_TH)
-        except BaseException:
-            # A plan's slots count as filled before they are: after a failure none may be trusted.
-            self.cache.reset()
-            raise
+        self.copier.finish(layer)
+        scores_E = self._scores(layer, demand_E, hidden_TH, logits_TE)
+        if np.count_nonzero(demand_E) <= self.cache.capacity:
+            self._run_whole(layer, call, ids, demand_E, scores_E)
+        elif len(ids) <= self._exact_tokens:
+            self._run_by_tokens(layer, call, ids, scores_E)
+        elif self._reads_source and self._owned_LE is None:
+            self._run_from_source(layer, call, demand_E)
+        else:
+            self._run_by_experts(layer, call, ids, demand_E, scores_E)
+        self._ready_LE[layer] = self.cache.slot_LE[layer]
+        self._refine_next(layer, hidden_TH)
 
     def replace(
         self,
@@ -263,6 +319,7 @@ class SlotRuntime:
         for layer in range(len(self.layers)):
             self.copier.finish(layer)
         self.cache, self._scoring, self._owned_LE = cache, scoring, owned_LE
+        self._ready_LE[:] = -1
         if allocate is not None:
             self.layers = ()
             self.layers = allocate()
@@ -378,6 +435,7 @@ class SlotRuntime:
         following = (layer + 1) % len(self.layers)
         loads = self.cache.refine(following, self._temporal_LE[following] + predicted_E)
         if loads:
+            self._ready_LE[following] = -1  # on their way
             self.copier.start(following, self.layers[following].jobs(loads))
 
 

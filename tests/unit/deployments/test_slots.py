@@ -138,7 +138,7 @@ def test_long_prompt_in_passes_of_experts_is_right_up_to_rounding() -> None:
             )
         # Each pass loads what it lacks once: at most all experts a step.
         assert runtime.cache.ledger.totals().demand <= 5 * E
-        assert runtime.counts.kernel_calls == 5 * 4
+        assert runtime.counts.kernel_calls == runtime.cache.ledger.totals().passes >= 5 * 4
 
 
 def test_ranks_add_up_to_the_whole() -> None:
@@ -236,6 +236,43 @@ def test_half_copied_slot_is_never_used(ahead: bool) -> None:
     for layer in (0, 1):
         for again in (step, other):
             assert torch.equal(run(layer, again), batches.expected(layer, again))
+
+
+def test_policy_hears_of_every_step_in_order() -> None:
+    """Layers that lack nothing are told of later: contents and counts are as if at once."""
+    source, batches = make_source(), Batches(make_source(), seed=5)
+    runtime = make_runtime(6, source)
+    told = ExpertCache(L, E, 6, K, make_retention("lru", L, E))
+    for _ in range(200):
+        for layer in range(L):
+            step = batches.step(2)
+            step = (*step[:2], step[2] % 8)  # few experts: hits and misses in one step
+            if len(step[2].unique()) < 2:
+                continue
+            runtime.run(layer, kernel, torch.empty(2, H), *step)
+            demand_E = np.zeros(E, dtype=bool)
+            demand_E[step[2].numpy()] = True
+            told.access(layer, demand_E)
+    runtime.run(L - 1, kernel, torch.empty(2, H), *step)
+    told.access(L - 1, demand_E)
+    assert (runtime.cache.resident_LE == told.resident_LE).all()
+    assert runtime.cache.ledger.totals() == told.ledger.totals()
+    assert 0.3 < told.ledger.totals().hit < 0.95
+
+
+def test_budget_that_is_taken_away_leaves_no_stale_slot() -> None:
+    source, batches = make_source(), Batches(make_source())
+    predicted_LE = np.zeros((L, E))
+    predicted_LE[1, [3, 9]] = 5.0
+    runtime = make_runtime(2, source, budget=2, scoring=Scores(predicted_LE))
+    logits = torch.zeros(1, E)
+    step = (*batches.step(1)[:2], torch.tensor([[0, 1]], dtype=torch.int32))
+    runtime.run(1, kernel, torch.empty(1, H), *step, logits)
+    runtime.run(0, kernel, torch.empty(1, H), *step, logits)  # loads 3 and 9 over 0 and 1
+    runtime.cache.budget = 0
+    output = torch.empty(1, H)
+    runtime.run(1, kernel, output, *step, logits)
+    assert torch.equal(output, batches.expected(1, step))
 
 
 def test_another_capacity_starts_empty_and_goes_on() -> None:
