@@ -19,7 +19,6 @@ from app.config import RouterConfig
 from app.config_errors import ConfigError, Problem, RelationError, problems_of, read_yaml
 
 POLICIES: tuple[str, ...] = get_args(RouterConfig.model_fields["policy"].annotation)
-SIGNATURES = ("count_idf", "count", "sqrt_count", "binary", "oracle")
 
 
 class _Section(BaseModel):
@@ -267,6 +266,9 @@ class RouterSection(_Section):
         if len(set(value)) < len(value):
             raise ValueError(f"names a policy twice: {', '.join(value)}")
         return value
+
+
+SIGNATURES: tuple[str, ...] = get_args(RouterSection.model_fields["signature"].annotation)
 
 
 class SchedulePoint(_Section):

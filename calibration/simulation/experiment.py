@@ -220,7 +220,7 @@ def _rate_rows(key: tuple[str, str], settings: list[Setting]) -> list[dict[str, 
     rows = []
     for setting in settings:
         for rate, row in setting.cells.items():
-            if rate not in published.RATES or "rr" not in row:
+            if rate not in published.RATES or "rr" not in row or not _is_measured(row):
                 continue
             column = published.RATES.index(rate)
             base = row["rr"].figures()
@@ -254,7 +254,7 @@ def _swept_rows(study: str, key: tuple[str, str], settings: list[Setting]) -> li
         value = setting.values.get(field)
         pair = published.SENSITIVITY[study].get(str(value), {}).get(key)
         for policy in setting.config.router.policies:
-            cells = [row for row in setting.cells.values() if "rr" in row]
+            cells = [row for row in setting.cells.values() if "rr" in row and _is_measured(row)]
             if policy in LOAD_BALANCERS or not cells:
                 continue
             changes = [_changes(row[policy].figures(), row["rr"].figures()) for row in cells]
@@ -276,6 +276,11 @@ def _swept_rows(study: str, key: tuple[str, str], settings: list[Setting]) -> li
                 }
             )
     return rows
+
+
+def _is_measured(row: dict[str, Cell]) -> bool:
+    """Whether every run of a rate has requests that ended."""
+    return all(len(run.tpot_M) for cell in row.values() for run in cell.runs)
 
 
 def _changes(

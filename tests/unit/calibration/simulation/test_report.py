@@ -146,6 +146,19 @@ def test_the_command_prints_tables_or_json(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["seeds"] == 2
 
 
+def test_a_run_without_requests_has_dashes(tmp_path, capsys):
+    file = tmp_path / "idle.yaml"
+    paper = {"study": "rates", "workload": "task", "model": "qwen"}
+    idle = {"rates": [20.0], "duration_s": 1e-4}
+    file.write_text(yaml.safe_dump({**SMALL, "traffic": idle, "paper": paper}))
+    assert main(["simulate", str(file), "--policies", "rr,live", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["variants"][0]["rates"][0]["policies"]["live"]["tpot_p50"] is None
+    assert report["paper"]["rows"] == []
+    assert main(["simulate", str(file), "--policies", "rr,live"]) == 0
+    assert "live           -" in capsys.readouterr().out
+
+
 def test_the_command_refuses_in_one_line(tmp_path, capsys):
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(SMALL))
