@@ -18,14 +18,14 @@ A cache starts empty. Points: 2s is step s itself, 2s + 1 lies between the steps
 variants differ in their capacities, for a demand of u experts and B slots:
 
     forced   what a step executes must be resident:   cap[2s] = B - u,  u <= B
-    union    the same for batches of any size; a demand beyond B runs in p = ceil(u / B) passes,
-             one of which has ceil(u / p) experts:     cap[2s] = B - ceil(u / p)
+    union    the same for batches of any size; a demand beyond B runs in passes, which take at
+             least one slot from what it does not execute:  cap[2s] = B - 1 if u > B
     shared   one pool for the layers of a token: `forced`, with (layer, expert) as the items and
              the layers of all tokens in turn as the steps
     bypass   a missing expert may be used from a staging buffer and not kept:  cap[2s] = B
 
-and cap[2s + 1] = B. For demands beyond B, `union` is a lower bound for every schedule of p passes:
-it lets a step leave any B of the experts it executed, where passes may force some of them.
+and cap[2s + 1] = B. For demands beyond B, `union` is a lower bound for any number of passes: it
+lets a step leave any B of the experts it executed, where passes may force some of them.
 
 Axes: S steps, R rows (independent caches), U experts of a demand, P = 2S points.
 """
@@ -232,8 +232,7 @@ def _capacities(demands: Demands, capacity: int, variant: Variant) -> NDArray[np
             f"a step demands {largest} experts, more than the capacity {capacity}: bound `union` "
             f"covers such steps"
         )
-    passes_SR = np.maximum(-(-sizes_SR // capacity), 1)
-    caps_PR[::2] -= (-(-sizes_SR // passes_SR)).astype(np.int32)
+    caps_PR[::2] -= np.where(sizes_SR > capacity, 1, sizes_SR).astype(np.int32)
     return caps_PR
 
 

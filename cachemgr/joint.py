@@ -103,7 +103,8 @@ class Cell:
 
     Attributes:
         loads_per_token: experts loaded, all layers, over tokens; one value a seed.
-        passes: executions of a layer over steps; over 1 where unions exceed the capacity.
+        passes: executions of a layer over steps, over 1 where unions exceed the capacity; the
+            least possible for `min`.
         pressure: mean union over capacity.
     """
 
@@ -176,11 +177,13 @@ def _fill(
     num_steps = np.count_nonzero(sizes_SR)
     if name == "min":
         loads = int(minimum(demands, capacity, "union", prove=False).loads_R.sum())
+        passes = int((-(-sizes_SR // capacity)).sum())
     else:
         retention = make_retention(name, sizes_SR.shape[1], demands.num_items, lambda_=lambda_)
-        loads = run(demands, capacity, retention).totals().loads
+        totals = run(demands, capacity, retention).totals()
+        loads, passes = totals.loads, totals.passes
     cell.loads_per_token.append(loads / num_tokens)
-    cell.passes.append(float((-(-sizes_SR // capacity)).sum() / num_steps))
+    cell.passes.append(passes / num_steps)
     cell.pressure.append(float(sizes_SR.sum() / num_steps / capacity))
 
 
