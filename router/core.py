@@ -498,9 +498,10 @@ class RoutingCore:
         is_kept_K = kept >= 0
         is_kept_K[is_kept_K] = had_K[kept[is_kept_K]]
         is_new_K = ~is_kept_K & (self._centroid_K != NO_CENTROID)
-        self._running_KD = np.zeros((len(kept_K), num_dims), dtype=np.float32)
+        self._running_KD = np.empty((len(kept_K), num_dims), dtype=np.float32)
         if is_kept_K.any():  # else the old ones may be of another length
-            self._running_KD[is_kept_K] = running_KD[kept[is_kept_K]]
+            np.take(running_KD, kept, axis=0, out=self._running_KD, mode="clip")
+        self._running_KD[~is_kept_K] = 0.0
         self._running_KD[is_new_K] = self._centroids_CD[self._centroid_K[is_new_K]]
         self._has_running_K = is_kept_K | is_new_K
 
