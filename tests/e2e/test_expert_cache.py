@@ -85,6 +85,9 @@ class Engine:
         return result
 
     def close(self) -> None:
+        """End the engine; a second call does nothing."""
+        if self.loop.is_closed():
+            return
         self.engine.shutdown()
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
@@ -123,8 +126,9 @@ def test_memory_holds_half_of_the_experts(engine: Engine, prompts: list[Prompt])
     assert half["slot_bytes"] * 2 == half["full_bytes"]
     engine.answers(prompts, "memory of half")
     half = engine.call("eldr_cache_stats")
+    # At least: what the process had freed before goes back to the system in the same call.
     freed = full["anonymous_bytes"] - half["anonymous_bytes"]
-    assert freed == pytest.approx(half["full_bytes"] / 2, rel=0.2), (full, half)
+    assert freed > 0.9 * half["full_bytes"] / 2, (full, half)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

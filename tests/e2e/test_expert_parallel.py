@@ -99,3 +99,40 @@ def test_plan_of_another_model_is_refused(ranks: Engine, tmp_path: Path) -> None
     path = write_plan(tmp_path / "plan.json", [range(64)] * 3)
     for result in ranks.call_all("eldr_cache_configure", {"placement": path}):
         assert "make a plan for this engine" in result["error"]
+
+
+def first_logprobs(engine: Engine, prompts: list[Prompt]) -> list[dict[int, float]]:
+    """Log probabilities of the 8 likeliest first tokens of each prompt."""
+
+    async def one(prompt: Prompt) -> dict[int, float]:
+        from vllm import SamplingParams
+
+        params, final = SamplingParams(max_tokens=1, temperature=0, logprobs=8), None
+        async for output in engine.engine.generate({"prompt": prompt.text}, params, prompt.id):
+            final = output
+        assert final is not None
+        return {token: entry.logprob for token, entry in final.outputs[0].logprobs[0].items()}
+
+    async def all_of_them() -> list[dict[int, float]]:
+        return [await one(prompt) for prompt in prompts]
+
+    return engine.loop.run_until_complete(all_of_them())
+
+
+def test_bfloat16_differs_by_the_rounding_of_the_sum(
+    ranks: Engine, some: list[Prompt], store: Path
+) -> None:
+    """Each rank's part is rounded before they are added: one rounding more in each of 6 layers."""
+    ranks.close()
+    results = []
+    cache = CacheConfig(enabled=True, fraction=1.0, policy="lru", store_dir=str(store))
+    for settings, kwargs in ((CacheConfig(), {}), (cache, RANKS)):
+        engine = Engine(settings, **kwargs)
+        try:
+            results.append(first_logprobs(engine, some))
+        finally:
+            engine.close()
+    for alone, split in zip(*results, strict=True):
+        both = alone.keys() & split.keys()
+        assert len(both) >= 6
+        assert max(abs(alone[t] - split[t]) for t in both) < 0.1
