@@ -38,10 +38,10 @@ def snapshot(
     rounds = -(-num_requests // len(workload.served))
     requests_N = np.concatenate([rng.permutation(workload.served) for _ in range(rounds)])
     requests_N = requests_N[:num_requests]
-    decode_N = workload.trace.num_tokens_N[requests_N] - workload.prefix_tokens
+    decode_N = workload.trace.num_tokens_N[requests_N] - workload.prefix_N[requests_N]
     start_N = (rng.random(num_requests) * decode_N).astype(np.int64)
     steps_NT = (start_N[:, None] + np.arange(horizon)) % decode_N[:, None]
-    first_N = workload.trace.offsets[requests_N] + workload.prefix_tokens
+    first_N = workload.trace.offsets[requests_N] + workload.prefix_N[requests_N]
     return requests_N, workload.bits_TLW[first_N[:, None] + steps_NT]
 
 

@@ -32,6 +32,7 @@ from router.types import CountArray
 BoolArray = NDArray[np.bool_]
 BitArray = NDArray[np.uint64]
 _WORD = 64
+MIN_DECODE = 16
 
 
 class Observer(Protocol):
@@ -61,7 +62,7 @@ class Workload:
 
     Attributes:
         trace: requests longer than the prefix.
-        prefix_tokens: tokens that stand in for the prompt.
+        prefix_N: tokens of each request that are, or stand in for, its prompt; int64 (N,).
         calibration: requests to fit on; int64, ascending.
         served: requests to replay; int64, ascending.
         counts_NLE: expert counts of each request's prefix; uint16 (N, L, E).
@@ -69,7 +70,7 @@ class Workload:
     """
 
     trace: RoutingTrace
-    prefix_tokens: int
+    prefix_N: IndexArray
     calibration: IndexArray
     served: IndexArray
     counts_NLE: CountArray
@@ -79,57 +80,76 @@ class Workload:
     def split(
         cls,
         trace: RoutingTrace,
-        prefix_tokens: int,
+        prefix_tokens: int | None,
         seed: int,
         min_tokens: int | None = None,
     ) -> Workload:
-        """Halve the requests of at least `min_tokens` tokens (default twice the prefix) by seed.
+        """Halve the requests by seed.
+
+        Args:
+            trace: recorded requests.
+            prefix_tokens: tokens that stand in for the prompt; None: the prompts that the trace
+                knows.
+            seed: of the halves.
+            min_tokens: shortest request to take. Default: twice the prefix, or, where the trace
+                knows the prompts, MIN_DECODE tokens after the prompt.
 
         Raises:
-            ValueError: the prefix is below 1, leaves nothing to decode, or fewer than four
-                requests are long enough.
+            ValueError: the prefix is below 1 or not known, leaves nothing to decode, or fewer than
+                four requests are long enough.
         """
-        if prefix_tokens < 1:
-            raise ValueError(f"prefix_tokens must be >= 1, got {prefix_tokens}")
-        min_tokens = 2 * prefix_tokens if min_tokens is None else min_tokens
-        if min_tokens <= prefix_tokens:
-            raise ValueError(
-                f"min_tokens must be above the {prefix_tokens} tokens of the prefix, got "
-                f"{min_tokens}: a request needs something to decode"
-            )
-        trace = trace.at_least(min_tokens)
+        if prefix_tokens is None:
+            if trace.prefix_tokens_N is None:
+                raise ValueError("the trace does not know its prompts: give prefix_tokens")
+            needed_N = trace.prefix_tokens_N + (MIN_DECODE if min_tokens is None else 1)
+            needed_N = np.maximum(needed_N, min_tokens or 0)
+            long_enough = np.flatnonzero(trace.num_tokens_N >= needed_N)
+            trace = trace.subset(long_enough) if len(long_enough) else trace.subset([0])
+            prefix_N = trace.prefix_tokens_N
+            assert prefix_N is not None
+        else:
+            if prefix_tokens < 1:
+                raise ValueError(f"prefix_tokens must be >= 1, got {prefix_tokens}")
+            min_tokens = 2 * prefix_tokens if min_tokens is None else min_tokens
+            if min_tokens <= prefix_tokens:
+                raise ValueError(
+                    f"min_tokens must be above the {prefix_tokens} tokens of the prefix, got "
+                    f"{min_tokens}: a request needs something to decode"
+                )
+            trace = trace.at_least(min_tokens)
+            prefix_N = np.full(len(trace), prefix_tokens, dtype=np.int64)
         if len(trace) < 4:
             raise ValueError(
-                f"{len(trace)} requests of at least {min_tokens} tokens are too few to calibrate "
-                "and serve: need 4"
+                f"{len(trace)} requests that are long enough are too few to calibrate and serve: "
+                "need 4"
             )
         order = np.random.default_rng([seed, 0]).permutation(len(trace))
         half = len(trace) // 2
         counts_NLE: NDArray[np.int64] = np.stack(
             [
-                expert_counts(trace.tokens(r)[:prefix_tokens], trace.num_experts)
+                expert_counts(trace.tokens(r)[: prefix_N[r]], trace.num_experts)
                 for r in range(len(trace))
             ]
         )
         return cls(
             trace,
-            prefix_tokens,
+            prefix_N,
             np.sort(order[:half]),
             np.sort(order[half:]),
-            counts_NLE.astype(np.uint16 if prefix_tokens < 2**16 else np.uint32),
+            counts_NLE.astype(np.uint16 if prefix_N.max() < 2**16 else np.uint32),
             expert_bits(trace.ids_TLk, trace.num_experts),
         )
 
     def decode_counts(self, requests: IndexArray) -> NDArray[np.int64]:
         """Expert counts of what requests decode; int64 (requests, L, E)."""
-        decoded = (self.trace.tokens(int(r))[self.prefix_tokens :] for r in requests)
+        decoded = (self.trace.tokens(int(r))[self.prefix_N[r] :] for r in requests)
         return np.stack([expert_counts(ids_TLk, self.trace.num_experts) for ids_TLk in decoded])
 
     def capture(self) -> Capture:
         """The calibration half, as the engines would have captured it."""
         rows, trace = self.calibration, self.trace
         decode_NLE = self.decode_counts(rows)
-        decode_tokens = trace.num_tokens_N[rows] - self.prefix_tokens
+        decode_tokens = trace.num_tokens_N[rows] - self.prefix_N[rows]
         return Capture(
             model_id="trace",
             fingerprint="",
@@ -141,7 +161,7 @@ class Workload:
             versions={},
             prefill_counts_NLE=self.counts_NLE[rows],
             decode_counts_NLE=decode_NLE.astype(np.uint32),
-            prompt_tokens_N=np.full(len(rows), self.prefix_tokens, dtype=np.int32),
+            prompt_tokens_N=self.prefix_N[rows].astype(np.int32),
             decode_tokens_N=decode_tokens.astype(np.int32),
             domains_N=np.array([trace.domains[int(r)] for r in rows], dtype=np.str_),
             ids_N=np.array([str(r) for r in rows], dtype=np.str_),
@@ -352,8 +372,8 @@ class Replay:
         if len(self._order) < self._last:
             raise ValueError(f"order has {len(self._order)} requests, need {self._last}")
         rng = np.random.default_rng([seed, 2])
-        lengths = workload.trace.num_tokens_N[self._order[: arrivals.concurrency]]
-        decode = lengths - workload.prefix_tokens
+        first = self._order[: arrivals.concurrency]
+        decode = workload.trace.num_tokens_N[first] - workload.prefix_N[first]
         self._phases = (rng.random(len(decode)) * decode).astype(np.int64)
         if together:
             self._phases[:] = 0
@@ -406,7 +426,7 @@ class Replay:
         selection = self.core.select(
             str(number),
             workload.counts_NLE[request],
-            workload.prefix_tokens,
+            int(workload.prefix_N[request]),
             trace.domains[request] or None,
             now,
         )
@@ -416,7 +436,7 @@ class Replay:
             self._replicas[selection.replica_id] = replica
         self._where[number] = replica.number
         self._band[number] = np.nan if selection.band_size is None else selection.band_size
-        start = int(trace.offsets[request]) + workload.prefix_tokens
+        start = int(trace.offsets[request] + workload.prefix_N[request])
         if number < len(self._phases):
             start += int(self._phases[number])
         replica.waiting.append((number, start, int(trace.offsets[request + 1])))
@@ -449,7 +469,8 @@ class Replay:
             self.core.release(str(number))
             if self._first <= number < self._last:
                 request = int(self._order[number])
-                tokens = self._workload.trace.num_tokens_N[request] - self._workload.prefix_tokens
+                workload = self._workload
+                tokens = workload.trace.num_tokens_N[request] - workload.prefix_N[request]
                 self._tpot[number] = (now - joined) / tokens
         if self._arrivals.kind == "closed":
             replica.step_time = 0.0  # not idle: what comes back to it waits for the next step

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+DEFAULT_PREFIX = 64
 DEFAULT_POLICIES = "jsq,rr,p2c,random,domain,band,soft,live"
 
 
@@ -26,7 +27,9 @@ def add_cli(subparsers: Any) -> None:
         "--concurrency", type=int, default=128, help="requests in flight (default 128)"
     )
     parser.add_argument(
-        "--prefix-tokens", type=int, default=64, help="tokens taken as the prompt (default 64)"
+        "--prefix-tokens",
+        type=int,
+        help="tokens taken as the prompt (default: the prompt where the trace knows it, else 64)",
     )
     parser.add_argument(
         "--min-tokens", type=int, help="shortest request to take (default: twice the prefix)"
@@ -111,6 +114,7 @@ def _law(text: str) -> Any:
 
 
 def _command(args: argparse.Namespace) -> int:
+    from threadpoolctl import threadpool_limits
     from tqdm import tqdm
 
     from bench.report import table
@@ -139,11 +143,14 @@ def _command(args: argparse.Namespace) -> int:
 
         policy = "soft" if args.policies == DEFAULT_POLICIES else policies[0]
         return elasticity.command(args, trace, policy)
+    prefix_tokens = args.prefix_tokens
+    if prefix_tokens is None and trace.prefix_tokens_N is None:
+        prefix_tokens = DEFAULT_PREFIX
     settings = replay_report.Settings(
         policies=policies,
         num_replicas=args.replicas,
         arrivals=Arrivals("closed", args.concurrency),
-        prefix_tokens=args.prefix_tokens,
+        prefix_tokens=prefix_tokens,
         min_tokens=args.min_tokens,
         seeds=range(args.seeds),
         num_requests=10 * args.concurrency if args.requests is None else args.requests,
@@ -166,7 +173,9 @@ def _command(args: argparse.Namespace) -> int:
             bar.set_postfix_str(f"{policy}, seed {seed}")
             bar.update()
 
-        figures = replay_report.run(trace, settings, on_run)
+        # Matrices are small here: more BLAS threads only spin.
+        with threadpool_limits(1):
+            figures = replay_report.run(trace, settings, on_run)
     report = replay_report.summary(figures, settings, args.reference)
     if args.bound:
         seeds = tqdm(settings.seeds, desc="clairvoyant", unit="seed")

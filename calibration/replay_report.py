@@ -44,7 +44,7 @@ class Settings:
         policies: names as in the configuration.
         num_replicas: K.
         arrivals: closed or open loop.
-        prefix_tokens: tokens that stand in for the prompt.
+        prefix_tokens: tokens that stand in for the prompt; None: the trace knows its prompts.
         min_tokens: shortest request to take; None: twice the prefix.
         seeds: seeds of split, fit, order and policy.
         num_requests: measured requests of a run.
@@ -62,7 +62,7 @@ class Settings:
     policies: Sequence[str]
     num_replicas: int = 8
     arrivals: Arrivals = field(default_factory=Arrivals)
-    prefix_tokens: int = 64
+    prefix_tokens: int | None = 64
     min_tokens: int | None = None
     seeds: Sequence[int] = (0, 1, 2, 3, 4)
     num_requests: int = 1280

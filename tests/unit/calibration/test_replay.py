@@ -180,6 +180,25 @@ class TestReplay:
             Arrivals("poisson", 8)
 
 
+class TestKnownPrompts:
+    def test_each_request_is_cut_at_its_own_prompt(self) -> None:
+        trace = two_groups()
+        prompts = np.arange(40) % 3 + 1
+        known = RoutingTrace(
+            trace.ids_TLk, trace.offsets, NUM_EXPERTS, trace.domains, prefix_tokens_N=prompts
+        )
+        workload = Workload.split(known, None, 0)
+        assert workload.counts_NLE[:, 0].sum(axis=1).tolist() == (2 * prompts).tolist()
+        core = RoutingCore(make_policy("live"), workload.fit(2, 0), 0)
+        arrivals = Arrivals("closed", 4)
+        Replay(workload, core, num_replicas=2, arrivals=arrivals, num_requests=20).run()
+        assert not [name for name in core.counters if name.startswith("fallback")]
+
+    def test_a_trace_without_prompts_needs_a_prefix(self) -> None:
+        with pytest.raises(ValueError, match="give prefix_tokens"):
+            Workload.split(two_groups(), None, 0)
+
+
 class TestReport:
     def test_reference_is_the_balancer_with_the_lowest_median(self) -> None:
         figures = {
@@ -268,11 +287,11 @@ class TestFindings:
         )
 
     def test_locality_saves_experts_and_live_keeps_the_tail(self, gpt_oss: RoutingTrace) -> None:
-        settings = Settings(["jsq", "band", "live"], 16, seeds=(0, 1), num_requests=600)
+        settings = Settings(["jsq", "band", "live"], 8, seeds=(0,), num_requests=256)
         report = summary(run(gpt_oss, settings), settings)["policies"]
-        assert report["jsq"]["distinct"] == pytest.approx(17.8, abs=0.3)
+        assert report["jsq"]["distinct"] == pytest.approx(23.0, abs=0.3)
         band, live = report["band"]["ratio"], report["live"]["ratio"]
-        assert band["distinct"]["mean"] < 0.94
-        assert live["distinct"]["mean"] < 0.91
+        assert band["distinct"]["mean"] < 0.93
+        assert live["distinct"]["mean"] < 0.92
         assert live["tpot_p99"]["mean"] < band["tpot_p99"]["mean"]
         assert live["tpot_p99"]["mean"] < 1.01
