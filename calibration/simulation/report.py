@@ -136,12 +136,12 @@ def paper_rows(paper: dict[str, Any]) -> list[list[str]]:
                 *(number(value, 1) for value in times),
             ]
         )
-    rows += _mean_rows(paper["rows"]) if has_times else []
+    rows += _mean_rows(paper) if has_times else []
     return rows
 
 
-def _mean_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
-    means = []
+def _mean_rows(paper: dict[str, Any]) -> list[list[str]]:
+    rows, means = paper["rows"], []
     for policy in dict.fromkeys(row["policy"] for row in rows):
         own = [row for row in rows if row["policy"] == policy]
         theirs = [row["paper_change"] for row in own if row["paper_change"]]
@@ -154,8 +154,8 @@ def _mean_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
         ]
         distinct = sum(row["ours_distinct"] for row in own) / len(own)
         note = f"{distinct:+.1f}"
-        if policy == "band":
-            note += f" (paper {published.ACTIVE_EXPERTS_CHANGE:+.1f}, Qwen task)"
+        if policy == "band" and (paper["workload"], paper["model"]) == ("task", "qwen"):
+            note += f" (paper {published.ACTIVE_EXPERTS_CHANGE:+.1f})"
         means.append(["mean", policy, "", "", *both, note, "", ""])
     return means
 
