@@ -59,7 +59,7 @@ ROUTINGS = ("jsq", "soft")
 POLICIES = ("lru", "lrfu", "temporal")
 DECODE_TOKENS = 32
 FRACTION = 0.5
-POLICY_SHAPE = (128, 64, 8, 16)  # experts, slots, top-k, tokens of a step: a large model's layer
+POLICY_SHAPE = (128, 64, 8, 4)  # experts, slots, top-k, tokens of a step: a large model's layer
 POLICY_STEPS = 3000
 
 
@@ -204,16 +204,24 @@ async def _step_time(engine: Any, prompts: list[list[int]], tag: str) -> float:
 
 
 async def _halve(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
-    """Bytes of expert weights with half of the slots, by tensors and by the process's memory."""
-    (full,) = await engine.collective_rpc("eldr_cache_stats")
-    changes = {"slots": full["num_experts"] // 2}
-    await engine.collective_rpc("eldr_cache_configure", args=(changes,))
-    await _step_time(engine, prompts, "half")  # empty slots take no memory yet
-    (half,) = await engine.collective_rpc("eldr_cache_stats")
-    freed = full["anonymous_bytes"] - half["anonymous_bytes"]
+    """Bytes of expert weights with half of the slots, by tensors and by the process's memory.
+
+    The process is measured with half of the slots first: to change them gives back what it had
+    freed before.
+    """
+    (stats,) = await engine.collective_rpc("eldr_cache_stats")
+    measured = []
+    for slots in (stats["num_experts"] // 2, stats["num_experts"]):
+        await engine.collective_rpc("eldr_cache_configure", args=({"slots": slots},))
+        for i in range(2):  # empty slots take no memory yet
+            await _step_time(engine, prompts, f"{slots} slots {i}")
+        (stats,) = await engine.collective_rpc("eldr_cache_stats")
+        measured.append(stats)
+    half, full = measured
+    grown = full["anonymous_bytes"] - half["anonymous_bytes"]
     return {
         "resident_ratio": round(half["slot_bytes"] / half["full_bytes"], 4),
-        "resident_rss_ratio": round(1 - freed / half["full_bytes"], 4),
+        "resident_rss_ratio": round(1 - grown / half["full_bytes"], 4),
     }
 
 
