@@ -128,15 +128,14 @@ class Band:
         return Decision(least_loaded(loads_K, band), len(band))
 
 
-MIN_MEAN_LOAD = 4.0  # requests a replica
+MIN_MEAN_LOAD = 1.0  # requests a replica; with less in flight, relative load means nothing
+FEW_REQUESTS = 4.0  # requests a replica; see `Live`
 
 
 class Soft:
     """Locality against load without an edge: argmax of cosine - lambda * (load - mean) / mean.
 
-    The mean is over the replicas that may be chosen. The divisor is at least MIN_MEAN_LOAD: when
-    little is in flight, one request more is no reason to leave the experts that are there.
-    Ties go to the smaller load, then to the lowest index. A replica without a centroid gets the
+    The mean is over the replicas that may be chosen, and the divisor at least MIN_MEAN_LOAD. Ties go to the smaller load, then to the lowest index. A replica without a centroid gets the
     smallest score there is, so only its low load can attract requests.
 
     Args:
@@ -177,13 +176,17 @@ class Soft:
         value = np.where(np.isnan(scores), worst, scores).astype(np.float64)
         total = int(loads.sum())
         mean = total / len(loads)
-        value -= self.lambda_ / max(mean, MIN_MEAN_LOAD) * (loads - mean)
+        value -= self._weight(max(mean, MIN_MEAN_LOAD)) * (loads - mean)
         if self.max_load < np.inf:
             after = (total + 1) / len(loads)
             limit = max(self.max_load * after, after + MIN_MEAN_LOAD)
             value[loads + 1 > limit] = -np.inf  # never all: the smallest load is below the mean
         chosen = least_loaded(loads, np.flatnonzero(value == value.max()))
         return Decision(chosen if allowed is None else int(allowed[chosen]))
+
+    def _weight(self, mean: float) -> float:
+        """Cosine that one request more than the mean is worth."""
+        return self.lambda_ / mean
 
 
 class Live(Soft):
@@ -192,6 +195,10 @@ class Live(Soft):
     Scores are the mean cosine of the request with the requests that run on a replica, in which the
     replica's centroid counts as one request. So homes move with the traffic, and a batch that has
     come together draws its like. The load bound keeps one batch from attracting everything.
+
+    Load weighs more where little runs, by the factor 1 + FEW_REQUESTS / mean load: in a small batch
+    nearly every expert of one more request is new, whoever runs there, and an idle replica would
+    take it at no cost to others.
 
     Args:
         lambda_: see `Soft`.
@@ -206,6 +213,9 @@ class Live(Soft):
 
     def __init__(self, lambda_: float = 0.5, max_load: float = 1.5) -> None:
         super().__init__(lambda_, max_load)
+
+    def _weight(self, mean: float) -> float:
+        return self.lambda_ / mean * (1 + FEW_REQUESTS / mean)
 
 
 def make_policy(

@@ -294,7 +294,7 @@ class TestState:
 
 class TestFollowingTheBatch:
     def live_core(self, num_replicas: int = 4) -> RoutingCore:
-        return build_core(num_replicas, Live(0.1, 4.0))
+        return build_core(num_replicas, Live(0.02, 8.0))
 
     def test_an_idle_replica_is_its_centroid(self):
         core, soft = self.live_core(), build_core(policy=Soft(0.5))

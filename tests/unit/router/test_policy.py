@@ -82,8 +82,9 @@ class TestSoft:
         # mean load 5: 0.9 - 0.5 * 0.2 = 0.8 against 0.5 + 0.5 * 0.2 = 0.6
         assert Soft(0.5).choose(scores(0.9, 0.5), loads(6, 4), None).index == 0
 
-    def test_few_requests_do_not_chase_one_another_away(self):
-        assert Soft(0.5).choose(scores(0.9, 0.7), loads(1, 0), None).index == 0
+    def test_load_is_taken_relative_to_at_least_one_request(self):
+        assert Soft(0.5).choose(scores(0.9, 0.7), loads(1, 0), None).index == 1
+        assert Soft(0.1).choose(scores(0.9, 0.7), loads(1, 0), None).index == 0
 
     def test_nothing_in_flight_is_pure_locality(self):
         assert Soft(0.5).choose(scores(0.2, 0.9, 0.5), loads(0, 0, 0), None).index == 1
@@ -171,20 +172,21 @@ class TestMakePolicy:
 
 
 class TestLive:
-    def test_without_pressure_it_chooses_as_soft_does(self):
-        rng = np.random.default_rng(0)
-        for _ in range(50):
-            values = rng.random(4).astype(np.float32)
-            busy = rng.integers(8, 10, 4)
-            args = (values, busy, None)
-            assert Live(0.5).choose(*args).index == Soft(0.5).choose(*args).index
+    def test_load_weighs_more_where_little_runs(self):
+        values = scores(0.9, 0.6)
+        assert Soft(0.5).choose(values, loads(5, 3), None).index == 0
+        assert Live(0.5).choose(values, loads(5, 3), None).index == 1
+        assert Live(0.5).choose(values, loads(51, 49), None).index == 0
+
+    def test_with_nothing_in_flight_only_likeness_counts(self):
+        assert Live(0.5).choose(scores(0.2, 0.3), loads(0, 0), None).index == 1
 
     def test_load_bound_holds_however_like_the_batch_is(self):
         assert Live(0.0, 1.5).choose(scores(1.0, 0.5, 0.0), loads(14, 8, 5), None).index == 1
         assert Live(0.0, 1.5).choose(scores(1.0, 0.5, 0.0), loads(12, 8, 7), None).index == 0
 
     def test_bound_leaves_room_when_little_runs(self):
-        assert Live(0.0, 1.0).choose(scores(1.0, 0.0), loads(3, 0), None).index == 0
+        assert Live(0.0, 1.0).choose(scores(1.0, 0.0), loads(1, 0), None).index == 0
         assert Live(0.0, 1.0).choose(scores(1.0, 0.0), loads(8, 0), None).index == 1
 
     def test_equal_loads_are_never_all_refused(self):
