@@ -135,8 +135,9 @@ FEW_REQUESTS = 4.0  # requests a replica; see `Live`
 class Soft:
     """Locality against load without an edge: argmax of cosine - lambda * (load - mean) / mean.
 
-    The mean is over the replicas that may be chosen, and the divisor at least MIN_MEAN_LOAD. Ties go to the smaller load, then to the lowest index. A replica without a centroid gets the
-    smallest score there is, so only its low load can attract requests.
+    The mean is over the replicas that may be chosen, and the divisor at least MIN_MEAN_LOAD. Ties
+    go to the smaller load, then to the lowest index. A replica without a centroid gets the smallest
+    score there is, so only its low load can attract requests.
 
     Args:
         lambda_: cosine given up per relative unit of load above the mean, >= 0.
