@@ -318,6 +318,7 @@ async def measure_loads(
                     f"run {run + 1}/{runs}  {pair:<14} {result['loads_per_token']:6.2f} loads a "
                     f"token, hit rate {result['hit_rate']:.3f}"
                 )
+        del served  # or the engines outlive their shutdown and complain
     return loads_report(results)
 
 
