@@ -8,6 +8,7 @@ Axes: K decode replicas, B replicas in the locality band.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -171,18 +172,25 @@ class Soft:
             return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_SIGNATURE)
         scores = scores_K if allowed is None else scores_K[allowed]
         loads = loads_K if allowed is None else loads_K[allowed]
-        worst = np.fmin.reduce(scores)
-        if worst != worst:
-            return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_CENTROID)
-        value = np.where(np.isnan(scores), worst, scores).astype(np.float64)
+        value = scores.astype(np.float64)
+        if math.isnan(value.sum()):
+            worst = np.fmin.reduce(value)
+            if worst != worst:
+                return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_CENTROID)
+            value[np.isnan(value)] = worst
         total = int(loads.sum())
         mean = total / len(loads)
-        value -= self._weight(max(mean, MIN_MEAN_LOAD)) * (loads - mean)
-        if self.max_load < np.inf:
+        # The mean itself would take the same from every replica.
+        value -= self._weight(max(mean, MIN_MEAN_LOAD)) * loads
+        if self.max_load < math.inf:
             after = (total + 1) / len(loads)
             limit = max(self.max_load * after, after + MIN_MEAN_LOAD)
-            value[loads + 1 > limit] = -np.inf  # never all: the smallest load is below the mean
-        chosen = least_loaded(loads, np.flatnonzero(value == value.max()))
+            if loads.max() + 1 > limit:
+                value[loads + 1 > limit] = -math.inf  # never all: the least load is below the mean
+        chosen = int(value.argmax())
+        is_best = value == value[chosen]
+        if np.count_nonzero(is_best) > 1:
+            chosen = least_loaded(loads, np.flatnonzero(is_best))
         return Decision(chosen if allowed is None else int(allowed[chosen]))
 
     def _weight(self, mean: float) -> float:
