@@ -238,8 +238,9 @@ class RouterConfig(_Section):
     tau: float = Field(default=0.1, ge=0, le=1)
     """Width of the locality band of policy `band`, in cosine units; 0.1 as in the ELDR paper."""
 
-    lambda_: float = Field(default=0.5, ge=0, alias="lambda")
-    """Weight of load against similarity in `soft` and `live`, no unit; 0: similarity only."""
+    lambda_: float | None = Field(default=None, ge=0, alias="lambda")
+    """Weight of load against similarity, no unit; 0: similarity only; None: 0.5 in `soft`, 0.4 in
+    `live`."""
 
     max_load: float = Field(default=1.5, ge=1)
     """Most load of a replica in policy `live`, as a multiple of the mean; 1.5 costs no locality."""

@@ -56,7 +56,10 @@ def add_cli(subparsers: Any) -> None:
     )
     parser.add_argument("--tau", type=float, default=0.1, help="band width (default 0.1)")
     parser.add_argument(
-        "--lambda", dest="lambda_", type=float, default=0.5, help="load weight of soft and live"
+        "--lambda",
+        dest="lambda_",
+        type=float,
+        help="load weight (default 0.5 in soft, 0.4 in live)",
     )
     parser.add_argument(
         "--max-load", type=float, default=1.5, help="load bound of live (default 1.5)"

@@ -51,7 +51,7 @@ class Settings:
         num_warmup: requests before those.
         law: time of a decode step.
         tau: band width of `band`.
-        lambda_: load weight of `soft` and `live`.
+        lambda_: load weight of `soft` and `live`; None: what each has by itself.
         max_load: load bound of `live`.
         layers: layers of the signature.
         draw: "shuffle" serves every request once before any comes again; "independent" draws them
@@ -69,7 +69,7 @@ class Settings:
     num_warmup: int = 256
     law: StepTimeLaw = field(default_factory=StepTimeLaw)
     tau: float = 0.1
-    lambda_: float = 0.5
+    lambda_: float | None = None
     max_load: float = 1.5
     layers: LayerChoice = "all"
     draw: Literal["shuffle", "independent"] = "shuffle"

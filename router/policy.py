@@ -220,7 +220,7 @@ class Live(Soft):
     name = "live"
     follows_batch = True
 
-    def __init__(self, lambda_: float = 0.5, max_load: float = 1.5) -> None:
+    def __init__(self, lambda_: float = 0.4, max_load: float = 1.5) -> None:
         super().__init__(lambda_, max_load)
 
     def _weight(self, mean: float) -> float:
@@ -231,7 +231,7 @@ def make_policy(
     name: str,
     *,
     tau: float = 0.1,
-    lambda_: float = 0.5,
+    lambda_: float | None = None,
     max_load: float = 1.5,
     seed: int = 1,
     domain_replicas: Mapping[str, Sequence[int]] | None = None,
@@ -241,7 +241,7 @@ def make_policy(
     Args:
         name: one of random, rr, jsq, p2c, domain, band, soft, live.
         tau: band width of `band`.
-        lambda_: load weight of `soft` and `live`.
+        lambda_: load weight of `soft` and `live`; None: what each has by itself.
         max_load: load bound of `live`, as a multiple of the mean.
         seed: seed of the random draws of random, jsq, p2c and domain.
         domain_replicas: replica indices per label, for `domain`.
@@ -249,6 +249,7 @@ def make_policy(
     Raises:
         ValueError: the name is unknown, or a value the policy uses is out of range.
     """
+    weight = {} if lambda_ is None else {"lambda_": lambda_}
     makers: dict[str, Callable[[], Policy]] = {
         "random": lambda: Random(np.random.default_rng(seed)),
         "rr": RoundRobin,
@@ -256,8 +257,8 @@ def make_policy(
         "p2c": lambda: P2C(np.random.default_rng(seed)),
         "domain": lambda: Domain(domain_replicas or {}, np.random.default_rng(seed)),
         "band": lambda: Band(tau),
-        "soft": lambda: Soft(lambda_),
-        "live": lambda: Live(lambda_, max_load),
+        "soft": lambda: Soft(**weight),
+        "live": lambda: Live(**weight, max_load=max_load),
     }
     if name not in makers:
         raise ValueError(f"unknown routing policy {name!r}: use one of {', '.join(makers)}")

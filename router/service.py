@@ -57,7 +57,7 @@ class RouterSettings:
 
     policy: str
     tau: float
-    lambda_: float
+    lambda_: float | None
     seed: int
     artifact: str | None
     reservoir_size: int

@@ -237,8 +237,8 @@ class RouterSection(_Section):
     tau: float = Field(default=0.1, ge=0, le=1)
     """Width of the locality band of policy `band`, in cosine units."""
 
-    lambda_: float = Field(default=0.5, ge=0, alias="lambda")
-    """Weight of load against similarity in policies `soft` and `live`."""
+    lambda_: float | None = Field(default=None, ge=0, alias="lambda")
+    """Weight of load against similarity; None: 0.5 in `soft`, 0.4 in `live`."""
 
     max_load: float = Field(default=1.5, ge=1)
     """Most load of a replica in policy `live`, as a multiple of the mean."""

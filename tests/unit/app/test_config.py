@@ -112,7 +112,7 @@ def test_defaults() -> None:
     config = EldrConfig.model_validate(BASE)
     assert (config.prefill.num_replicas, config.decode.num_replicas) == (1, 2)
     assert config.kv_transfer.progress_thread == "auto"
-    assert config.router.lambda_ == 0.5
+    assert config.router.lambda_ is None
     assert config.reservation_ttl_s == 360.0
     assert config.model.trust_remote_code is False
 
