@@ -22,8 +22,9 @@ from router.reservoir import SignatureReservoir
 from router.types import CountArray, FallbackReason, IntArray, NoReplica, Selection
 
 NO_CENTROID = -1
-BATCH_PRIOR = 1.0
-"""Requests that a replica's centroid counts for in the mean signature of what runs there."""
+BATCH_PRIOR = 8.0
+"""Requests that a replica's centroid counts for in the mean signature of what runs there; with
+fewer, homes of a nearly idle pool wander with every request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ class Live(Soft):
     """`Soft` against what runs on each replica now, with bounded load: our default.
 
     Scores are the mean cosine of the request with the requests that run on a replica, in which the
-    replica's centroid counts as one request. So homes move with the traffic, and a batch that has
+    replica's centroid counts as eight. So homes move with the traffic, and a batch that has
     come together draws its like. The load bound keeps one batch from attracting everything.
 
     Load weighs more where little runs, by the factor 1 + FEW_REQUESTS / mean load: in a small batch

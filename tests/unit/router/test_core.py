@@ -236,7 +236,7 @@ class TestReportedLoad:
 class TestState:
     def test_snapshot_survives_json(self):
         core = build_core(5)
-        for i in range(6):
+        for i in range(30):
             select(core, f"r{i}", build_domain_request(i % 4))
         core.set_replicas(["d1", "d2", "d3", "d4"])
         snapshot = json.loads(json.dumps(core.snapshot()))
@@ -307,9 +307,9 @@ class TestFollowingTheBatch:
 
     def test_home_moves_with_what_runs_there(self):
         core = self.live_core()
-        for i in range(6):  # all others are refused: domain 1 settles on d0
+        for i in range(30):  # all others are refused: domain 1 settles on d0
             select(core, f"r{i}", build_domain_request(1), exclude=["d1", "d2", "d3"])
-        for i in range(6):
+        for i in range(30):
             select(core, f"s{i}", build_domain_request(0), exclude=["d0", "d2", "d3"])
         assert select(core, "t", build_domain_request(1)).replica_id == "d0"
         assert select(core, "u", build_domain_request(0)).replica_id == "d1"
@@ -322,7 +322,7 @@ class TestFollowingTheBatch:
         select(core, "a", first, exclude=others)
         select(core, "b", second, exclude=others)
         third = transform(build_domain_request(0))
-        terms = [centroid @ third, transform(first) @ third, transform(second) @ third]
+        terms = [centroid @ third] * 8 + [transform(first) @ third, transform(second) @ third]
         answer = select(core, "c", build_domain_request(0), exclude=others)
         assert answer.similarity == pytest.approx(float(np.mean(terms)), abs=1e-5)
 
@@ -348,16 +348,16 @@ class TestFollowingTheBatch:
 
     def test_batches_are_kept_when_the_pool_changes(self):
         core = self.live_core()
-        for i in range(6):
+        for i in range(30):
             select(core, f"r{i}", build_domain_request(1), exclude=["d1", "d2", "d3"])
         core.set_replicas(["d0", "d2", "d3"])
         assert select(core, "t", build_domain_request(1)).replica_id == "d0"
 
     def test_another_artifact_starts_afresh(self):
         core = self.live_core()
-        for i in range(6):
+        for i in range(30):
             select(core, f"r{i}", build_domain_request(1), exclude=["d1", "d2", "d3"])
-        for i in range(6):
+        for i in range(30):
             core.release(f"r{i}")
         core.set_artifact(build_artifact(4))
         assert select(core, "t", build_domain_request(1)).replica_id == "d1"
