@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,24 +43,26 @@ def run_demo(
 
     print("\n> Write a Python function that adds two numbers.\n", flush=True)
     stream_to(sys.stdout, client, model, "Write a Python function that adds two numbers.")
-    print("\n\nrequests of eight domains, four at a time:\n")
+    print(
+        "\n\nrequests of eight domains, one at a time (with a few in flight, load would decide):\n"
+    )
     print(_row("domain", "decode replica", "similarity", "TTFT ms", "TPOT ms", "tokens", ""))
     shown: list[Shown] = []
-    with ThreadPoolExecutor(4) as executor:
-        for one in executor.map(lambda p: ask(client, model, p, max_tokens), prompts):
-            shown.append(one)
-            print(
-                _row(
-                    one.domain,
-                    one.replica,
-                    one.similarity,
-                    f"{one.ttft_s * 1e3:.0f}",
-                    f"{one.tpot_s * 1e3:.1f}",
-                    str(one.num_tokens),
-                    f"fallback: {one.fallback}" if one.fallback else "",
-                ),
-                flush=True,
-            )
+    for prompt in prompts:
+        one = ask(client, model, prompt, max_tokens)
+        shown.append(one)
+        print(
+            _row(
+                one.domain,
+                one.replica,
+                one.similarity,
+                f"{one.ttft_s * 1e3:.0f}",
+                f"{one.tpot_s * 1e3:.1f}",
+                str(one.num_tokens),
+                f"fallback: {one.fallback}" if one.fallback else "",
+            ),
+            flush=True,
+        )
     _print_homes(shown, config.router.policy)
     return shown
 
