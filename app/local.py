@@ -86,7 +86,7 @@ def start(config: EldrConfig, progress: Callable[[str], None] = lambda text: Non
     else:
         ray.init(logging_level="ERROR")
     # Ray sets up the root logger; what follows is for a terminal.
-    for name in ("httpx", "ray.serve", "ray"):
+    for name in ("httpx", "httpx2", "ray.serve", "ray"):  # httpx2: openai 3
         logging.getLogger(name).setLevel(logging.ERROR)
     serve.start(http_options={"host": config.http.host, "port": config.http.port})
     from router.actor import create_router
