@@ -61,7 +61,11 @@ GROUPS = (
         ("calibration.replay_cli",),
     ),
     Group({"simulate": "a whole deployment on virtual time"}, ("calibration.simulation.cli",)),
-    Group({"cache": "replay expert caches against their bound"}, ("cachemgr.cli",)),
+    Group(
+        {"cache": "replay expert caches against their bound, plan experts on ranks"},
+        ("cachemgr.cli", "cachemgr.place_cli"),
+        nest="first",
+    ),
     Group(
         {"bench": "measure routing and serving"},
         ("bench.router", "bench.kmeans", "bench.cli"),

@@ -35,6 +35,7 @@ from cachemgr.eplb import eplb, linear, round_robin
 from cachemgr.migration import MigrationCost, relabel, replan
 from cachemgr.placement import place
 from cachemgr.placement_plan import IntArray, copies, num_moves, slot_ranks
+from cachemgr.planner import MOVE_PRICE
 from calibration.clustering import BalancedSphericalKMeans
 from calibration.signature import SignatureTransform, compute_idf
 from calibration.traces import IdArray, RoutingTrace, expert_counts, load_trace
@@ -42,8 +43,6 @@ from calibration.traces import IdArray, RoutingTrace, expert_counts, load_trace
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 KNUTH = 2654435769  # vLLM's hash of a token's place in the batch, which chooses among copies
 FLOOR = "floor"
-# One expert over a 50 GB/s link, in reads of one expert from memory of 3.35 TB/s: H200, 400 Gb/s.
-MOVE_PRICE = 67.0
 HORIZONS_STEPS = (300, 3000, 30_000)
 
 

@@ -154,12 +154,12 @@ def expected_max_active(
     return _clark_max(np.stack(means), np.stack(covariances))
 
 
-def max_expected_active(
+def expected_active(
     joint_LEE: FloatArray, placement_LP: IntArray, num_ranks: int, dispatch: Dispatch = "split"
 ) -> FloatArray:
-    """Expected active experts on the rank that has most of them, per layer; float64 (L,).
+    """Expected active experts of each rank, per layer; float64 (L, R).
 
-    What "even expected actives" minimises; `lower_bound` bounds it. Raises ValueError as
+    "Even expected actives" minimises the largest; `lower_bound` bounds it. Raises ValueError as
     `expected_max_active`.
     """
     check_pair(joint_LEE, placement_LP, num_ranks)
@@ -168,13 +168,13 @@ def max_expected_active(
     share_LE = copy_activity(active_LE, copies_LE, dispatch)
     share_LP = np.take_along_axis(share_LE, placement_LP, axis=1)
     mean_LR = share_LP.reshape(len(placement_LP), num_ranks, -1).sum(axis=2)
-    return np.asarray(mean_LR.max(axis=1), dtype=np.float64)
+    return np.asarray(mean_LR, dtype=np.float64)
 
 
 def lower_bound(
     active_LE: FloatArray, num_ranks: int, num_slots: int, dispatch: Dispatch = "split"
 ) -> FloatArray:
-    """No placement has a smaller `max_expected_active`; the bound of a linear relaxation.
+    """No placement has a smaller largest `expected_active`; the bound of a linear relaxation.
 
     Relaxed: experts may be cut into parts, and the spare slots may be shared among experts in
     parts. Then the ranks can be exactly even, and what remains is to give the spare slots where

@@ -18,6 +18,7 @@ Axes: L MoE layers, E logical experts, P physical experts (slots, in rank order)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,14 +27,15 @@ from cachemgr.activity import (
     FloatArray,
     check_joint,
     copy_activity,
+    expected_active,
     expected_max_active,
     lower_bound,
-    max_expected_active,
     physical_joint,
 )
 from cachemgr.placement_plan import IntArray, check_slots, num_moves
 
 _NO_GAIN = 1e-9
+_TINY = 1e-12
 _MAX_SWAPS = 10_000
 
 
@@ -93,52 +95,86 @@ def place(
     return placed_LP
 
 
-def plan_report(
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How even a placement is. Active experts are those of the fullest rank, per step.
+
+    Attributes:
+        max_active: estimate of their number, mean over layers.
+        max_active_sum: the same, summed over layers.
+        max_expected: experts active on the rank that expects most, mean over layers.
+        bound: no placement on as many slots has a smaller `max_expected`.
+        balance: `max_expected` over its mean over ranks, mean over layers; 1 is even.
+        num_moves: experts that a rank must receive, all layers; None: from nowhere.
+    """
+
+    max_active: float
+    max_active_sum: float
+    max_expected: float
+    bound: float
+    balance: float
+    num_moves: int | None = None
+
+
+def figures(
     joint_LEE: FloatArray,
-    placements: dict[str, IntArray],
+    placement_LP: IntArray,
     num_ranks: int,
     *,
-    current: str | None = None,
+    current_LP: IntArray | None = None,
     dispatch: Dispatch = "split",
-) -> list[tuple[str, ...]]:
-    """Rows of a table that compares placements; the first row is the head.
+) -> Figures:
+    """Figures of one placement.
 
     Args:
         joint_LEE: E[a_e a_f]; float64 (L, E, E).
-        placements: name to expert of each slot, int64 (L, P).
+        placement_LP: expert of each slot; int64 (L, P).
         num_ranks: R.
-        current: name of the placement that moves are counted from; None leaves them out.
+        current_LP: the placement that moves are counted from.
         dispatch: how the engine uses copies.
 
-    Returns:
-        Per placement: mean over layers of the estimated active experts on the fullest rank, the
-        same summed over layers, the largest expected actives, its gap to the linear bound in
-        percent, and moves.
-
     Raises:
-        ValueError: a placement does not belong to the joint activity, or `current` is unknown.
+        ValueError: the placement does not belong to the joint activity.
     """
-    if current is not None and current not in placements:
-        raise ValueError(f"no placement {current!r}; there are {', '.join(placements)}")
-    head = ("placement", "E[max active]", "sum over layers", "max E[active]", "gap to bound %")
-    rows: list[tuple[str, ...]] = [head if current is None else (*head, "moves")]
+    goal_L = expected_max_active(joint_LEE, placement_LP, num_ranks, dispatch)
+    mean_LR = expected_active(joint_LEE, placement_LP, num_ranks, dispatch)
     active_LE = joint_LEE.diagonal(axis1=1, axis2=2)
-    for name, placement_LP in placements.items():
-        goal_L = expected_max_active(joint_LEE, placement_LP, num_ranks, dispatch)
-        even_L = max_expected_active(joint_LEE, placement_LP, num_ranks, dispatch)
-        bound_L = lower_bound(active_LE, num_ranks, placement_LP.shape[1], dispatch)
-        gap = 100 * (even_L.sum() / max(bound_L.sum(), 1e-12) - 1)
+    bound_L = lower_bound(active_LE, num_ranks, placement_LP.shape[1], dispatch)
+    even_L = np.maximum(mean_LR.mean(axis=1), _TINY)
+    moves = None
+    if current_LP is not None:
+        moves = int(num_moves(current_LP, placement_LP, num_ranks).sum())
+    return Figures(
+        max_active=float(goal_L.mean()),
+        max_active_sum=float(goal_L.sum()),
+        max_expected=float(mean_LR.max(axis=1).mean()),
+        bound=float(bound_L.mean()),
+        balance=float((np.maximum(mean_LR.max(axis=1), _TINY) / even_L).mean()),
+        num_moves=moves,
+    )
+
+
+def plan_report(compared: dict[str, Figures]) -> list[tuple[str, ...]]:
+    """Rows of a table of placements by name; the first row is the head.
+
+    Returns:
+        Per placement: estimated active experts on the fullest rank, mean over layers and summed,
+        the largest expected actives, its gap to the linear bound in percent, and, where they were
+        counted, moves.
+    """
+    head = ("placement", "E[max active]", "sum over layers", "max E[active]", "gap to bound %")
+    has_moves = any(one.num_moves is not None for one in compared.values())
+    rows: list[tuple[str, ...]] = [(*head, "moves") if has_moves else head]
+    for name, one in compared.items():
+        gap = 100 * (one.max_expected / max(one.bound, _TINY) - 1)
         row: tuple[str, ...] = (
             name,
-            f"{goal_L.mean():.3f}",
-            f"{goal_L.sum():.1f}",
-            f"{even_L.mean():.3f}",
+            f"{one.max_active:.3f}",
+            f"{one.max_active_sum:.1f}",
+            f"{one.max_expected:.3f}",
             f"{gap:.2f}",
         )
-        if current is not None:
-            moves = num_moves(placements[current], placement_LP, num_ranks).sum()
-            row = (*row, str(moves))
-        rows.append(row)
+        rows.append((*row, str(one.num_moves)) if has_moves else row)
     return rows
 
 

@@ -7,10 +7,10 @@ import numpy as np
 from bench.placement import active_per_rank
 from cachemgr.activity import (
     active_probability,
+    expected_active,
     expected_max_active,
     independent_activity,
     lower_bound,
-    max_expected_active,
     token_activity,
 )
 from cachemgr.eplb import eplb, linear, round_robin
@@ -64,7 +64,7 @@ def test_even_actives():
     joint_LEE = independent_activity(np.array([[0.9, 0.6, 0.4, 0.1]]))
     placed_LP = place(joint_LEE, 2)
     assert sorted(map(tuple, placed_LP.reshape(2, 2).tolist())) == [(0, 3), (1, 2)]
-    np.testing.assert_allclose(max_expected_active(joint_LEE, placed_LP, 2), [1.0])
+    np.testing.assert_allclose(expected_active(joint_LEE, placed_LP, 2).max(axis=1), [1.0])
     np.testing.assert_allclose(lower_bound(np.array([[0.9, 0.6, 0.4, 0.1]]), 2, 4), [1.0])
 
 
@@ -92,8 +92,8 @@ def test_split_copies_of_a_hot_expert_are_all_active():
     assert np.bincount(place(joint_LEE, 2, 6, dispatch="single")[0]).tolist() == [2, 1, 1, 2]
     hot_LP = np.array([[0, 1, 2, 0, 3, 1]])
     expected = 1 + (1 - 0.8**0.5) + 0.5
-    np.testing.assert_allclose(max_expected_active(joint_LEE, hot_LP, 2), [expected])
-    np.testing.assert_allclose(max_expected_active(joint_LEE, hot_LP, 2, "single"), [1.1])
+    np.testing.assert_allclose(expected_active(joint_LEE, hot_LP, 2).max(axis=1), [expected])
+    np.testing.assert_allclose(expected_active(joint_LEE, hot_LP, 2, "single").max(axis=1), [1.1])
 
 
 def test_relabelling_needs_no_move_for_swapped_ranks():

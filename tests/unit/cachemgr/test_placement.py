@@ -20,7 +20,7 @@ from cachemgr.activity import (
 )
 from cachemgr.eplb import eplb, linear, round_robin
 from cachemgr.migration import MigrationCost, relabel, replan
-from cachemgr.placement import place, plan_report
+from cachemgr.placement import figures, place, plan_report
 from cachemgr.placement_plan import PlacementPlan, PlanMismatch, num_moves
 from calibration.traces import RoutingTrace
 
@@ -198,15 +198,26 @@ def test_measure_orders_the_placements():
 
 def test_report_counts_moves_from_the_current_placement():
     joint_LEE = independent_activity(np.random.default_rng(0).random((3, 8)))
-    placements = {"linear": linear(3, 8, 2), "ours": place(joint_LEE, 2)}
-    rows = plan_report(joint_LEE, placements, 2, current="linear")
+    linear_LP, ours_LP = linear(3, 8, 2), place(joint_LEE, 2)
+    compared = {
+        "linear": figures(joint_LEE, linear_LP, 2, current_LP=linear_LP),
+        "ours": figures(joint_LEE, ours_LP, 2, current_LP=linear_LP),
+    }
+    rows = plan_report(compared)
     assert [row[0] for row in rows] == ["placement", "linear", "ours"]
     assert [len(row) for row in rows] == [6, 6, 6]
     assert rows[1][-1] == "0"
-    assert rows[2][-1] == str(num_moves(placements["linear"], placements["ours"], 2).sum())
+    assert rows[2][-1] == str(num_moves(linear_LP, ours_LP, 2).sum())
     assert float(rows[2][1]) <= float(rows[1][1])
-    with pytest.raises(ValueError, match="no placement 'old'"):
-        plan_report(joint_LEE, placements, 2, current="old")
+    assert len(plan_report({"ours": figures(joint_LEE, ours_LP, 2)})[0]) == 5
+
+
+def test_balance_is_the_fullest_rank_over_the_mean():
+    joint_LEE = independent_activity(np.array([[0.4, 0.4, 0.1, 0.1], [0.2, 0.2, 0.2, 0.2]]))
+    one = figures(joint_LEE, linear(2, 4, 2), 2)
+    np.testing.assert_allclose((one.max_expected, one.bound), ((0.8 + 0.4) / 2, (0.5 + 0.4) / 2))
+    np.testing.assert_allclose(one.balance, (0.8 / 0.5 + 1.0) / 2)
+    assert figures(np.zeros((1, 4, 4)), linear(1, 4, 2), 2).balance == 1.0
 
 
 def test_48_layers_of_128_experts_within_seconds():
