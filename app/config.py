@@ -19,7 +19,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from app.config_errors import ConfigError, Problem, RelationError, problems_of, read_yaml
-from app.model_facts import ArtifactFacts, FactsError, ModelFacts, artifact_facts, model_facts
+from app.model_facts import (
+    ArtifactFacts,
+    FactsError,
+    ModelFacts,
+    artifact_facts,
+    model_facts,
+    plan_facts,
+)
 
 __all__ = [
     "CacheConfig",
@@ -31,6 +38,7 @@ __all__ = [
     "KvTransferConfig",
     "LimitsConfig",
     "ModelConfig",
+    "PlacementConfig",
     "PrefillConfig",
     "RefitConfig",
     "RouterConfig",
@@ -77,6 +85,9 @@ OWNED_ENV = {
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "kv_transfer.side_channel_port_base",
     "VLLM_CPU_KVCACHE_SPACE": "kv_cache_gib of the same section",
     "OMP_NUM_THREADS": "omp_threads of the same section",
+    "ELDR_EPLB_PLAN": "placement.plan",
+    "ELDR_EPLB_FINGERPRINT": "placement.plan",
+    "ELDR_EPLB_MAX_AGE_S": "placement.max_age_s",
 }
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -174,6 +185,24 @@ class EngineConfig(_Section):
 
     env: dict[str, str] = Field(default_factory=dict)
     """Extra environment variables of the engine's processes, for what vLLM reads only there."""
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks that share the experts of a layer; 1 without expert parallelism."""
+        if not self.engine_kwargs.get("enable_expert_parallel"):
+            return 1
+        return self.tensor_parallel_size * _count(self.engine_kwargs, "data_parallel_size", 1)
+
+    @property
+    def has_eplb(self) -> bool:
+        """Whether vLLM moves experts between ranks."""
+        return bool(self.engine_kwargs.get("enable_eplb"))
+
+    @property
+    def num_redundant_experts(self) -> int:
+        """Slots of all ranks beyond the experts, with EPLB."""
+        eplb = self.engine_kwargs.get("eplb_config")
+        return _count(eplb, "num_redundant_experts", 0) if isinstance(eplb, dict) else 0
 
     @field_validator("engine_kwargs")
     @classmethod
@@ -300,11 +329,22 @@ class CacheConfig(_Section):
     score_file: str | None = None
     """.npz file with trained routers or the order of policy static; None scores by the gates."""
 
-    placement: str | None = None
-    """Placement plan of experts on ranks, under expert parallelism; None: as they are loaded."""
-
     adaptive: bool = False
     """Lets each node's manager lower B under memory pressure and set R by the link's headroom."""
+
+
+class PlacementConfig(_Section):
+    """Which expert-parallel rank of a decode engine has which experts.
+
+    Plans reach GPU engines by vLLM's EPLB, and CPU engines by their expert cache.
+    """
+
+    plan: str | None = None
+    """Plan of all decode engines, a file of `eldr cache place` (relative paths count from the YAML
+    file), which may change while engines with EPLB run; None: as vLLM does."""
+
+    max_age_s: float | None = Field(default=None, gt=0)
+    """Seconds since a plan was made after which EPLB plans by itself again; None: never."""
 
 
 class KvTransferConfig(_Section):
@@ -399,6 +439,9 @@ class EldrConfig(_Section):
     cache: CacheConfig = Field(default_factory=CacheConfig)
     """Which experts decode engines keep on the device; all of them by default."""
 
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    """Where experts are on the ranks of decode engines; as vLLM has them by default."""
+
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
     """How KV goes from prefill to decode; the defaults suit one machine."""
 
@@ -427,6 +470,7 @@ class EldrConfig(_Section):
             _engine_problems,
             _router_problems,
             _cache_problems,
+            _placement_problems,
             _deadline_problems,
         )
         if problems := [problem for check in checks for problem in check(self)]:
@@ -456,7 +500,7 @@ def load_config(path: str | Path) -> EldrConfig:
 
 
 def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
-    model, router, cache = raw.get("model"), raw.get("router"), raw.get("cache")
+    model, router = raw.get("model"), raw.get("router")
     if isinstance(model, dict) and isinstance(given := model.get("path"), str) and given:
         folder = base / os.path.expanduser(given)
         # A name that is no folder stays as it is: it may be a hub id.
@@ -464,15 +508,22 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
             model["path"] = str(folder.resolve())
     if isinstance(router, dict) and isinstance(given := router.get("artifact"), str) and given:
         router["artifact"] = str((base / os.path.expanduser(given)).resolve())
-    for key in ("store_dir", "score_file", "placement"):
+    for name, key in (("cache", "store_dir"), ("cache", "score_file"), ("placement", "plan")):
         # "~" stays: it is the home of whoever runs the engine.
-        if isinstance(cache, dict) and isinstance(given := cache.get(key), str):
-            cache[key] = given if given.startswith("~") else str((base / given).resolve())
+        section = raw.get(name)
+        if isinstance(section, dict) and isinstance(given := section.get(key), str):
+            section[key] = given if given.startswith("~") else str((base / given).resolve())
 
 
 def _refuse_owned(value: Mapping[str, Any], owned: Mapping[str, str]) -> None:
     if clashes := [f"{key} is set by {owned[key]}" for key in value if key in owned]:
         raise ValueError(f"{'; '.join(clashes)}: remove it here")
+
+
+def _count(mapping: Mapping[str, Any], key: str, default: int) -> int:
+    """A number among vLLM's own arguments; vLLM refuses what is none."""
+    value = mapping.get(key, default)
+    return value if type(value) is int else default
 
 
 def _model_problems(config: EldrConfig) -> list[Problem]:
@@ -574,9 +625,8 @@ def _router_problems(config: EldrConfig) -> list[Problem]:
 
 def _cache_problems(config: EldrConfig) -> list[Problem]:
     cache, problems = config.cache, []
-    by_experts = bool(config.decode.engine_kwargs.get("enable_expert_parallel"))
     if not cache.enabled:
-        if by_experts and config.device == "cpu":
+        if config.decode.engine_kwargs.get("enable_expert_parallel") and config.device == "cpu":
             text = (
                 "must be true for decode.engine_kwargs.enable_expert_parallel on device cpu: "
                 "vLLM's CPU kernel ignores which rank has an expert, and crashes; with all experts "
@@ -584,11 +634,12 @@ def _cache_problems(config: EldrConfig) -> list[Problem]:
             )
             return [Problem("cache.enabled", text)]
         return []
-    if cache.placement is not None and not by_experts:
+    if config.decode.has_eplb:
         text = (
-            "is for experts on ranks: set enable_expert_parallel in decode.engine_kwargs, or none"
+            "must be false while decode.engine_kwargs.enable_eplb is true: both move experts, "
+            "switch one of them off"
         )
-        problems.append(Problem("cache.placement", text))
+        problems.append(Problem("cache.enabled", text))
     if config.decode.enforce_eager is False:
         text = (
             "must not be false while cache.enabled is true: a compiled graph cannot wait for a load"
@@ -607,6 +658,43 @@ def _cache_problems(config: EldrConfig) -> list[Problem]:
             "policy static needs a file with the array hotness_LE: set it, or take another policy"
         )
         problems.append(Problem("cache.score_file", text))
+    return problems
+
+
+def _placement_problems(config: EldrConfig) -> list[Problem]:
+    placement, decode, problems = config.placement, config.decode, []
+    if placement.max_age_s is not None and (placement.plan is None or not decode.has_eplb):
+        text = (
+            "is for a plan that vLLM's EPLB reads: remove it, or set placement.plan and "
+            "decode.engine_kwargs.enable_eplb"
+        )
+        problems.append(Problem("placement.max_age_s", text))
+    if placement.plan is None:
+        return problems
+    if decode.num_expert_ranks < 2:
+        text = (
+            "is for experts on ranks: set enable_expert_parallel in decode.engine_kwargs and "
+            "decode.tensor_parallel_size above 1, or remove it"
+        )
+        problems.append(Problem("placement.plan", text))
+    elif config.cache.enabled and config.device == "gpu":
+        text = (
+            "must be false for a placement plan on device gpu, where experts on ranks are not "
+            "cached: take decode.engine_kwargs.enable_eplb instead"
+        )
+        problems.append(Problem("cache.enabled", text))
+    elif not config.cache.enabled and not decode.has_eplb:
+        text = (
+            "cannot reach the decode engines: set decode.engine_kwargs.enable_eplb: true, or on "
+            "CPUs cache.enabled: true"
+        )
+        problems.append(Problem("placement.plan", text))
+    if not config.model.is_local:
+        text = (
+            f"must be a model folder for a placement plan, which is checked against its "
+            f"fingerprint, got {config.model.path}: download the model first"
+        )
+        problems.append(Problem("model.path", text))
     return problems
 
 
@@ -654,6 +742,8 @@ def _file_problems(config: EldrConfig) -> list[Problem]:
         problems += _model_fact_problems(config, model)
     if artifact:
         problems += _artifact_problems(config, artifact, model)
+    if model and config.placement.plan is not None:
+        problems += _plan_problems(config, config.placement.plan, model)
     return problems
 
 
@@ -696,6 +786,30 @@ def _slot_problems(config: EldrConfig, facts: ModelFacts) -> list[Problem]:
     if cache.slots is None and cache.budget > slots:
         return [_budget_problem(cache.budget, slots)]
     return []
+
+
+def _plan_problems(config: EldrConfig, plan: str, model: ModelFacts) -> list[Problem]:
+    file, decode = Path(plan).expanduser(), config.decode
+    if decode.has_eplb and not file.exists():
+        if file.parent.is_dir():
+            return []  # EPLB takes it when it comes
+        text = f"{file.parent} is no folder: create it, or plan with `eldr cache place`"
+        return [Problem("placement.plan", text)]
+    try:
+        facts = plan_facts(file)
+    except FactsError as err:
+        return [Problem("placement.plan", str(err))]
+    num_slots = model.num_experts + decode.num_redundant_experts
+    planned = (facts.fingerprint, facts.num_layers, facts.num_slots, facts.num_ranks)
+    served = (model.fingerprint, model.num_moe_layers, num_slots, decode.num_expert_ranks)
+    if planned == served:
+        return []
+    shape = "fingerprint {}, {} MoE layers, {} slots on {} ranks"
+    text = (
+        f"is for {shape.format(*planned)}, but decode engines run {shape.format(*served)}: make "
+        "one for them with `eldr cache place`"
+    )
+    return [Problem("placement.plan", text)]
 
 
 def _artifact_problems(

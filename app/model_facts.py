@@ -1,6 +1,6 @@
-"""What the configuration check reads from a model folder and from a calibration artifact.
+"""What the configuration check reads from a model folder, a calibration artifact, a placement plan.
 
-Both are read with the standard library alone, so that `eldr config check` works on a machine
+All are read with the standard library alone, so that `eldr config check` works on a machine
 without vLLM, transformers or NumPy.
 """
 
@@ -107,6 +107,23 @@ class ArtifactFacts:
     num_signatures: int
 
 
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a placement plan says about the engine it was made for.
+
+    Attributes:
+        fingerprint: `ModelFacts.fingerprint` of its model.
+        num_layers: L, MoE layers.
+        num_slots: P, slots of all ranks in a layer.
+        num_ranks: R.
+    """
+
+    fingerprint: str
+    num_layers: int
+    num_slots: int
+    num_ranks: int
+
+
 def model_facts(path: str | Path) -> ModelFacts:
     """Read a local model folder.
 
@@ -164,6 +181,27 @@ def artifact_facts(path: str | Path) -> ArtifactFacts:
     del types["format_version"], types["num_requests"]
     num_signatures = min(raw["num_requests"], MAX_SIGNATURES)
     return ArtifactFacts(**{name: raw[name] for name in types}, num_signatures=num_signatures)
+
+
+def plan_facts(file: Path) -> PlanFacts:
+    """Read a file of `cachemgr.placement_plan`; checksum and experts are left to who uses them.
+
+    Raises:
+        FactsError: the file or a field is missing or has another type.
+    """
+    help_text = "make one with `eldr cache place`"
+    raw = _read_json(file, help_text)
+    fingerprint, num_ranks = raw.get("fingerprint"), raw.get("num_ranks")
+    table = raw.get("physical_to_logical")
+    if not (
+        type(fingerprint) is str
+        and type(num_ranks) is int
+        and isinstance(table, list)
+        and table
+        and all(isinstance(row, list) and len(row) == len(table[0]) for row in table)
+    ):
+        raise FactsError(f"{file} is no placement plan: {help_text}")
+    return PlanFacts(fingerprint, len(table), len(table[0]), num_ranks)
 
 
 def _read_json(file: Path, help_text: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from app.config import EldrConfig
-from deployments.engine import Phase, engine_env, engine_kwargs, engine_section, resolve_device
+from deployments.engine import Phase, engine_env, engine_kwargs, resolve_device
 
 
 def start_engine(
@@ -27,7 +27,7 @@ def start_engine(
     """
     env = {
         "VLLM_LOGGING_LEVEL": "ERROR",
-        **engine_env(engine_section(config, phase), resolve_device(config)),
+        **engine_env(config, phase, resolve_device(config)),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
     }
     with _environment(env):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import EldrConfig
-from deployments.engine import Phase, engine_env, engine_kwargs, engine_section
+from deployments.engine import Phase, engine_env, engine_kwargs
 
 READY_TIMEOUT_S = 600.0
 # Clear of Ray's worker ports, the application's own side channels and the ephemeral ports.
@@ -107,7 +107,7 @@ class Smg:
         self._processes = _Processes()
         for phase, port in zip(Phase, ports, strict=False):
             command = server_command(config, phase, port)
-            env = engine_env(engine_section(config, phase), "cpu")
+            env = engine_env(config, phase, "cpu")
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channels[phase])
             self._processes.start(str(phase), command, env)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from app.config import EldrConfig, load_config
 from bench.peers import without_capture
-from deployments.engine import Phase, engine_env, engine_section, llm_config
+from deployments.engine import Phase, engine_env, llm_config
 
 
 def stock_app(config: EldrConfig, side_channel_ports: Mapping[Phase, int]) -> Any:
@@ -28,7 +28,7 @@ def stock_app(config: EldrConfig, side_channel_ports: Mapping[Phase, int]) -> An
     configs = {}
     for phase in Phase:
         configs[phase] = llm_config(without_capture(config), phase)
-        env = dict(engine_env(engine_section(config, phase), "cpu"))
+        env = dict(engine_env(config, phase, "cpu"))
         env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_ports[phase])
         configs[phase].runtime_env = {"env_vars": env}
     return build_pd_openai_app(

@@ -140,7 +140,7 @@ def _start_engine(config: EldrConfig) -> Any:
     from deployments.replica import set_side_channel
 
     device = resolve_device(config)
-    os.environ.update(engine_env(config.prefill, device))
+    os.environ.update(engine_env(config, Phase.PREFILL, device))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     set_side_channel("127.0.0.1", config.kv_transfer.side_channel_port_base)
     from vllm.engine.arg_utils import AsyncEngineArgs

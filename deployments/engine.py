@@ -6,7 +6,9 @@ import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from app.model_facts import model_facts
 from cachemgr.settings import SETTINGS_KEY, CacheSettings
+from deployments.vllm_adapter import eplb
 from deployments.vllm_adapter.plugin import IN_PROCESS_WORKER
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ def _cache_kwargs(config: EldrConfig, device: str) -> dict[str, Any]:
         budget=cache.budget,
         store_dir=os.path.expanduser(cache.store_dir),
         score_file=cache.score_file and os.path.expanduser(cache.score_file),
-        placement=cache.placement and os.path.expanduser(cache.placement),
+        placement=config.placement.plan and os.path.expanduser(config.placement.plan),
         # A decode step has at most a token of each request; what is larger is a prompt.
         exact_tokens=config.decode.max_num_seqs,
     )
@@ -136,8 +138,9 @@ def _cache_kwargs(config: EldrConfig, device: str) -> dict[str, Any]:
     }
 
 
-def engine_env(section: EngineConfig, device: str) -> dict[str, str]:
+def engine_env(config: EldrConfig, phase: Phase, device: str) -> dict[str, str]:
     """Environment of an engine's processes."""
+    section = engine_section(config, phase)
     env = dict(section.env)
     if device == "cpu":
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", f"{section.kv_cache_gib or 4}")
@@ -147,6 +150,22 @@ def engine_env(section: EngineConfig, device: str) -> dict[str, str]:
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         env.setdefault(IN_PROCESS_WORKER, "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if phase is Phase.DECODE and section.has_eplb:
+        env.update(_eplb_env(config))
+    return env
+
+
+def _eplb_env(config: EldrConfig) -> dict[str, str]:
+    """What lets vLLM's EPLB follow a placement plan; see `vllm_adapter/eplb.py`."""
+    placement = config.placement
+    if placement.plan is None:
+        return {}
+    env = {
+        eplb.PLAN_PATH: os.path.expanduser(placement.plan),
+        eplb.FINGERPRINT: model_facts(config.model.path).fingerprint,
+    }
+    if placement.max_age_s is not None:
+        env[eplb.MAX_AGE_S] = str(placement.max_age_s)
     return env
 
 
@@ -175,7 +194,7 @@ def llm_config(config: EldrConfig, phase: Phase) -> LLMConfig:
         placement_group_config={"bundles": [bundle] * section.tensor_parallel_size},
         runtime_env={
             "env_vars": {
-                **engine_env(section, device),
+                **engine_env(config, phase, device),
                 # The replica's HTTP server on the actor's own loop, which is uvloop's: a thread
                 # beside it would take turns with it at every token.
                 "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",

@@ -28,7 +28,7 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         config = load_config(ROOT / "examples" / "demo-jsq.yaml")
-        os.environ.update(engine_env(config.prefill, "cpu"), VLLM_LOGGING_LEVEL="WARNING")
+        os.environ.update(engine_env(config, Phase.PREFILL, "cpu"), VLLM_LOGGING_LEVEL="WARNING")
         set_side_channel("127.0.0.1", 24000)
         arguments = {**engine_kwargs(config, Phase.PREFILL, "cpu", capture="prefill"), **kwargs}
         self.loop = asyncio.new_event_loop()

@@ -30,7 +30,7 @@ class Engine:
 
         config = load_config(ROOT / "examples" / "demo-jsq.yaml")
         config = config.model_copy(update={"cache": cache})
-        os.environ.update(engine_env(config.decode, "cpu"), VLLM_LOGGING_LEVEL="WARNING")
+        os.environ.update(engine_env(config, Phase.DECODE, "cpu"), VLLM_LOGGING_LEVEL="WARNING")
         set_side_channel("127.0.0.1", 24000)
         arguments = {**engine_kwargs(config, Phase.DECODE, "cpu"), **kwargs}
         self._tokenizer = AutoTokenizer.from_pretrained(MODEL)

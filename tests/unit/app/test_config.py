@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -17,6 +18,8 @@ from app import config as config_module
 from app.config import ConfigError, EldrConfig, load_config
 from app.config_errors import fields_by_key
 from app.model_facts import FactsError, artifact_facts, model_facts
+from cachemgr.placement_plan import PlacementPlan
+from deployments.vllm_adapter import eplb
 
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -251,8 +254,12 @@ BAD_RELATIONS = [
         ["cache.enabled: must be true for decode.engine_kwargs.enable_expert_parallel", "crashes"],
     ),
     (
-        {"cache": {"enabled": True, "placement": "plan.json"}},
-        ["cache.placement: is for experts on ranks: set enable_expert_parallel"],
+        {"decode.engine_kwargs": {"enable_eplb": True}, "cache.enabled": True},
+        ["cache.enabled: must be false while decode.engine_kwargs.enable_eplb is true"],
+    ),
+    (
+        {"placement.max_age_s": 60},
+        ["placement.max_age_s: is for a plan that vLLM's EPLB reads: remove it"],
     ),
     (
         {"cache.enabled": True, "cache.policy": "static"},
@@ -290,6 +297,100 @@ def test_bad_configuration_is_refused(
 )
 def test_good_configuration_is_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
     load_config(write(tmp_path, merged(BASE, changes)))
+
+
+ON_RANKS = {
+    "decode.tensor_parallel_size": 2,
+    "decode.engine_kwargs": {
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": {"num_redundant_experts": 4},
+    },
+    "placement.plan": "plans/plan.json",
+}
+WITHOUT_EPLB = {"decode.engine_kwargs": {"enable_expert_parallel": True}}
+
+
+def write_plan(folder: Path, num_slots: int = 36, num_ranks: int = 2) -> None:
+    model = write_model(folder / "model")
+    PlacementPlan(
+        version=1,
+        created_at=0.0,
+        model_id="demo",
+        fingerprint=model_facts(model).fingerprint,
+        num_experts=32,
+        num_ranks=num_ranks,
+        physical_to_logical_LP=np.tile(np.arange(num_slots) % 32, (4, 1)),
+    ).save(folder / "plans" / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_slots"),
+    [
+        ({}, 36),
+        ({"placement.max_age_s": 60}, 36),
+        (WITHOUT_EPLB | {"cache.enabled": True, "device": "cpu"}, 32),
+        ({"placement.plan": "plans/later.json"}, 36),
+        ({"decode.tensor_parallel_size": 1}, 36),
+    ],
+)
+def test_plan_that_fits_is_accepted(
+    tmp_path: Path, changes: dict[str, Any], num_slots: int
+) -> None:
+    write_plan(tmp_path, num_slots)
+    changes = {"model.path": "model", **ON_RANKS, **changes}
+    if changes["decode.tensor_parallel_size"] == 1:
+        changes["decode.engine_kwargs"] = changes["decode.engine_kwargs"] | {
+            "data_parallel_size": 2
+        }
+    placement = load_config(write(tmp_path, merged(BASE, changes))).placement
+    assert Path(placement.plan or "").parent == tmp_path / "plans"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            WITHOUT_EPLB,
+            "placement.plan: cannot reach the decode engines: set "
+            "decode.engine_kwargs.enable_eplb: true",
+        ),
+        (
+            {"decode.tensor_parallel_size": 1},
+            "placement.plan: is for experts on ranks: set enable_expert_parallel",
+        ),
+        (
+            WITHOUT_EPLB | {"cache.enabled": True, "device": "gpu"},
+            "cache.enabled: must be false for a placement plan on device gpu",
+        ),
+        ({"model.path": "org/name"}, "model.path: must be a model folder for a placement plan"),
+        ({"placement.plan": "none/plan.json"}, "none is no folder: create it"),
+        (
+            WITHOUT_EPLB | {"cache.enabled": True, "placement.plan": "none.json"},
+            "none.json (No such file or directory): make one with `eldr cache place`",
+        ),
+        ({"placement.plan": "eldr.yaml"}, "eldr.yaml is not valid JSON"),
+        ({"placement.plan": "model/config.json"}, "config.json is no placement plan"),
+        ({"decode.tensor_parallel_size": 4}, "36 slots on 2 ranks, but decode engines run"),
+        (
+            {"decode.engine_kwargs": ON_RANKS["decode.engine_kwargs"] | {"eplb_config": {}}},
+            "run fingerprint",
+        ),
+    ],
+)
+def test_plan_that_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    write_plan(tmp_path)
+    message = refusal(tmp_path, {"model.path": "model", **ON_RANKS, **changes})
+    assert text in message
+    assert len(message.splitlines()) == 1
+
+
+def test_engines_get_no_plan_by_hand(tmp_path: Path) -> None:
+    for name in (eplb.PLAN_PATH, eplb.FINGERPRINT, eplb.MAX_AGE_S):
+        message = refusal(tmp_path, {"decode.env": {name: "x"}})
+        assert f"{name} is set by placement." in message
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:

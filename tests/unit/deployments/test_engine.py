@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from app.config import EldrConfig
+from app.model_facts import model_facts
 from cachemgr.settings import SETTINGS_KEY, CacheSettings
 from deployments.engine import Phase, engine_env, engine_kwargs
+from deployments.vllm_adapter import eplb
 
 
 def config(**sections: Any) -> EldrConfig:
@@ -73,8 +75,35 @@ def test_cache_is_for_decode_engines_alone() -> None:
 
 
 def test_cpu_environment_and_its_override() -> None:
-    section = config(decode={"kv_cache_gib": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0"}}).decode
-    env = engine_env(section, "cpu")
+    given = config(decode={"kv_cache_gib": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0"}})
+    env = engine_env(given, Phase.DECODE, "cpu")
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0"
-    assert "OMP_NUM_THREADS" not in engine_env(section, "gpu")
+    assert "OMP_NUM_THREADS" not in engine_env(given, Phase.DECODE, "gpu")
+
+
+def test_placement_plan_reaches_eplb_or_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_experts": 4, "num_hidden_layers": 1}')
+    sections: dict[str, Any] = {
+        "model": {"path": str(tmp_path), "served_name": "m"},
+        "placement": {"plan": "~/plan.json"},
+    }
+    ranks = {"enable_expert_parallel": True}
+    by_eplb = config(
+        **sections | {"placement": {"plan": "~/plan.json", "max_age_s": 60.0}},
+        decode={"tensor_parallel_size": 2, "engine_kwargs": {**ranks, "enable_eplb": True}},
+    )
+    env = engine_env(by_eplb, Phase.DECODE, "gpu")
+    assert env[eplb.PLAN_PATH] == str(Path.home() / "plan.json")
+    assert env[eplb.FINGERPRINT] == model_facts(tmp_path).fingerprint
+    assert float(env[eplb.MAX_AGE_S]) == 60
+    assert eplb.PLAN_PATH not in engine_env(by_eplb, Phase.PREFILL, "gpu")
+    by_cache = config(
+        **sections,
+        decode={"tensor_parallel_size": 2, "engine_kwargs": ranks},
+        cache={"enabled": True},
+    )
+    assert eplb.PLAN_PATH not in engine_env(by_cache, Phase.DECODE, "cpu")
+    kwargs = engine_kwargs(by_cache, Phase.DECODE, "cpu")
+    settings = CacheSettings.of(kwargs["additional_config"][SETTINGS_KEY])
+    assert settings.placement == str(Path.home() / "plan.json")
