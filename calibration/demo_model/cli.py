@@ -90,7 +90,14 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     trace.add_argument("--out", type=Path, required=True, help="file to write")
     trace.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     trace.add_argument(
-        "--rows", type=int, default=200, help="test rows a group at most; default: %(default)s"
+        "--rows", type=int, default=200, help="rows a group at most; default: %(default)s"
+    )
+    trace.add_argument(
+        "--split",
+        choices=("test", "train"),
+        default="test",
+        help="rows of the corpus: test, which the model has not seen, or train, to learn a cache "
+        "score from; default: %(default)s",
     )
 
 
@@ -182,7 +189,7 @@ def _run_report(args: argparse.Namespace) -> int:
 
 def _run_trace(args: argparse.Namespace) -> int:
     written = tracing.write_trace(
-        args.model, args.prompts, args.out, seed=args.seed, max_rows=args.rows
+        args.model, args.prompts, args.out, seed=args.seed, max_rows=args.rows, split=args.split
     )
     _print_result(
         args,

@@ -202,14 +202,16 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     ]
 
 
-def choose_rows(prompts_dir: Path | str, seed: int, max_rows: int) -> dict[str, list[PromptRow]]:
-    """Test rows with an answer, up to max_rows of each group, chosen by seed."""
+def choose_rows(
+    prompts_dir: Path | str, seed: int, max_rows: int, split: str = "test"
+) -> dict[str, list[PromptRow]]:
+    """Rows of a split with an answer, up to max_rows of each group, chosen by seed."""
     if max_rows < max(BATCH_SIZES):
         raise ValueError(
             f"rows a group must be at least {max(BATCH_SIZES)}, the largest batch, got {max_rows}"
         )
     rng = random.Random(seed)
-    answered = [row for row in load_rows(prompts_dir, "test") if row.answer]
+    answered = [row for row in load_rows(prompts_dir, split) if row.answer]
     chosen = {
         group: rng.sample(rows, min(max_rows, len(rows)))
         for group, rows in rows_by_group(answered).items()
@@ -218,7 +220,7 @@ def choose_rows(prompts_dir: Path | str, seed: int, max_rows: int) -> dict[str, 
         found = len(chosen.get(group, []))
         if found < max(BATCH_SIZES):
             raise ValueError(
-                f"group {group!r} has {found} answered test rows in {str(prompts_dir)!r}, the "
+                f"group {group!r} has {found} answered {split} rows in {str(prompts_dir)!r}, the "
                 f"report needs {max(BATCH_SIZES)}: pass the whole corpus with --prompts"
             )
     return chosen

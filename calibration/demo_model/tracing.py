@@ -1,7 +1,7 @@
 """A routing trace of the demo model: expert choices and router logits, token by token.
 
-Test rows, which the model has not seen; a row's chat-formatted prompt is the prompt, its reference
-answer, teacher-forced, stands for decode. `calibration/traces.py` reads the file.
+Test rows by default, which the model has not seen; a row's chat-formatted prompt is the prompt, its
+reference answer, teacher-forced, stands for decode. `calibration/traces.py` reads the file.
 
 Axes: T tokens of all requests, L MoE layers, E experts, k experts a token chooses.
 """
@@ -25,8 +25,9 @@ def write_trace(
     *,
     seed: int = 0,
     max_rows: int = 200,
+    split: str = "test",
 ) -> dict[str, int]:
-    """Run test rows through the model and write what its router did.
+    """Run rows of the corpus through the model and write what its router did.
 
     Args:
         model_dir: unpacked Hugging Face folder of a Qwen3-MoE of at most 256 experts.
@@ -34,7 +35,8 @@ def write_trace(
         out: .npz to write: `ids` uint8 [layer, rank, token], `logits` float16 [layer, expert,
             token], `offsets`, `prefix_tokens`, `domain`.
         seed: of the choice of rows.
-        max_rows: test rows a group, of those with an answer.
+        max_rows: rows a group, of those with an answer.
+        split: of the corpus, test or train.
 
     Returns:
         Numbers of requests and tokens.
@@ -44,7 +46,7 @@ def write_trace(
     """
     import torch
 
-    groups = choose_rows(prompts_dir, seed, max_rows)
+    groups = choose_rows(prompts_dir, seed, max_rows, split)
     model, tokenizer = load_model(Path(model_dir))
     top_k = int(model.config.num_experts_per_tok)
     ids_LkT, logits_LET, lengths, prefixes, domains = [], [], [], [], []
