@@ -6,7 +6,11 @@ import argparse
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cachemgr.learned import ScoreTable
+    from calibration.traces import RoutingTrace
 
 DEFAULT_POLICIES = "lru,lfu,lrfu,min"
 DEFAULT_REACH = 12  # training.REACH, without its imports
@@ -35,8 +39,12 @@ def _add_train(commands: Any) -> None:
         description="Fits the score of cache policy learned, and measures it on held-out requests.",
     )
     train.add_argument("--ids", type=Path, required=True, help=".npz with `ids` and `offsets`")
-    train.add_argument("--experts", type=int, help="experts a layer (default: largest id + 1)")
-    train.add_argument("--model", required=True, help="name of the traced model")
+    train.add_argument(
+        "--experts", type=int, help="experts a layer (default: as the model, or largest id + 1)"
+    )
+    train.add_argument(
+        "--model", required=True, help="folder of the traced model, or its name if it is not here"
+    )
     train.add_argument("--out", type=Path, required=True, help="folder to write")
     train.add_argument(
         "--held-out", type=int, default=100, help="requests to measure on (default 100)"
@@ -120,7 +128,7 @@ def _replay(args: argparse.Namespace) -> int:
         raise ValueError("give --capacity, or --joint")
     import numpy as np
 
-    from cachemgr.learned import Learned, ScoreTable
+    from cachemgr.learned import Learned
     from cachemgr.replay import POLICIES, load_gate_weights, replay
     from calibration.traces import load_trace
 
@@ -148,11 +156,8 @@ def _replay(args: argparse.Namespace) -> int:
             spans = [slice(trace.offsets[r], trace.offsets[r + 1]) for r in chosen]
             weights_TLk = np.concatenate([weights_TLk[span] for span in spans])
         trace = trace.subset(chosen)
-    learned = None
-    if args.score is not None:
-        table = ScoreTable.load(args.score)
-        table.check(trace.num_layers, trace.num_experts)
-        learned = partial(Learned, table)
+    table = _score(args, trace)
+    learned = None if table is None else partial(Learned, table)
     with _Bars() as bars:
         outcomes = replay(
             trace,
@@ -179,6 +184,17 @@ def _replay(args: argparse.Namespace) -> int:
     return 0
 
 
+def _score(args: argparse.Namespace, trace: RoutingTrace) -> ScoreTable | None:
+    """The score of --score, checked against the trace."""
+    from cachemgr.learned import ScoreTable
+
+    if args.score is None:
+        return None
+    table = ScoreTable.load(args.score)
+    table.check(trace.num_layers, trace.num_experts)
+    return table
+
+
 def _joint(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
@@ -189,6 +205,8 @@ def _joint(args: argparse.Namespace) -> int:
     from calibration.traces import load_trace
 
     names = _names(args.policies or "lrfu", POLICIES)
+    if args.policies == "all" and args.score is None:
+        names.remove("learned")
     routing = _names(args.routing, ())
     try:
         capacities = [int(text) for text in args.capacities.split(",")]
@@ -212,7 +230,13 @@ def _joint(args: argparse.Namespace) -> int:
     with _Bars() as bars:
         advance = bars.start("routing x caching", runs)
         matrix = joint(
-            trace, settings, capacities, names, args.lambda_, tell=lambda text: advance(1)
+            trace,
+            settings,
+            capacities,
+            names,
+            args.lambda_,
+            _score(args, trace),
+            tell=lambda text: advance(1),
         )
     if args.json:
         cells = {
@@ -234,13 +258,24 @@ def _joint(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from app.model_facts import model_facts
     from cachemgr.learned import Learned
     from cachemgr.policies import check_capacity
     from cachemgr.replay import replay
     from cachemgr.training import split, train
     from calibration.traces import load_trace
 
-    trace = load_trace(args.ids, num_experts=args.experts)
+    facts = model_facts(args.model) if Path(args.model).is_dir() else None
+    num_experts = args.experts if args.experts or facts is None else facts.num_experts
+    trace = load_trace(args.ids, num_experts=num_experts)
+    if facts is not None and (trace.num_layers, trace.num_experts) != (
+        facts.num_moe_layers,
+        facts.num_experts,
+    ):
+        raise ValueError(
+            f"{args.ids} has {trace.num_layers} layers x {trace.num_experts} experts, {args.model} "
+            f"{facts.num_moe_layers} x {facts.num_experts}: give the model that was traced"
+        )
     capacity = 2 * trace.top_k if args.capacity is None else args.capacity
     check_capacity(capacity, trace.num_experts, trace.top_k)
     held_out, training = split(trace, args.held_out, args.seed)
@@ -248,6 +283,7 @@ def _train(args: argparse.Namespace) -> int:
         table = train(
             training,
             args.model,
+            fingerprint=None if facts is None else facts.fingerprint,
             reach=args.reach,
             progress=bars.start("train", len(training.ids_TLk)),
         )

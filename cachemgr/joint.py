@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachemgr.bound import Demands, minimum
+from cachemgr.learned import ScoreTable
 from cachemgr.policies import Retention, RowCaches, check_capacity, make_retention
 from cachemgr.replay import run
 from cachemgr.types import BoolArray
@@ -19,7 +20,7 @@ from calibration.replay import Workload
 from calibration.replay_report import Settings, run_one
 from calibration.traces import RoutingTrace
 
-POLICIES = ("lru", "lfu", "lrfu", "min")
+POLICIES = ("lru", "lfu", "lrfu", "learned", "min")
 
 
 class ReplicaCaches:
@@ -123,6 +124,7 @@ def joint(
     capacities: Sequence[int],
     policies: Sequence[str] = ("lrfu",),
     lambda_: float = 0.03,
+    table: ScoreTable | None = None,
     tell: Callable[[str], object] = lambda text: None,
 ) -> Matrix:
     """Route requests by every routing policy, and replay caches on what the replicas execute.
@@ -135,10 +137,11 @@ def joint(
         capacities: slots of a layer on each replica.
         policies: cache policies, of `POLICIES`; `min` is the `union` bound.
         lambda_: of lrfu.
+        table: of learned.
         tell: told before each run, once for routing and once a cell.
 
     Raises:
-        ValueError: unknown cache policy or capacity out of range.
+        ValueError: unknown cache policy, learned without its score, or capacity out of range.
     """
     for name in policies:
         if name not in POLICIES:
@@ -166,12 +169,18 @@ def joint(
                 for capacity in capacities:
                     tell(f"seed {seed}, {routing}, {name} {capacity}")
                     cell = matrix[name][routing][capacity]
-                    _fill(cell, demands, recorder.num_tokens, name, capacity, lambda_)
+                    _fill(cell, demands, recorder.num_tokens, name, capacity, lambda_, table)
     return matrix
 
 
 def _fill(
-    cell: Cell, demands: Demands, num_tokens: int, name: str, capacity: int, lambda_: float
+    cell: Cell,
+    demands: Demands,
+    num_tokens: int,
+    name: str,
+    capacity: int,
+    lambda_: float,
+    table: ScoreTable | None,
 ) -> None:
     sizes_SR = demands.sizes_SR
     num_steps = np.count_nonzero(sizes_SR)
@@ -179,7 +188,9 @@ def _fill(
         loads = int(minimum(demands, capacity, "union", prove=False).loads_R.sum())
         passes = int((-(-sizes_SR // capacity)).sum())
     else:
-        retention = make_retention(name, sizes_SR.shape[1], demands.num_items, lambda_=lambda_)
+        retention = make_retention(
+            name, sizes_SR.shape[1], demands.num_items, lambda_=lambda_, table=table
+        )
         totals = run(demands, capacity, retention).totals()
         loads, passes = totals.loads, totals.passes
     cell.loads_per_token.append(loads / num_tokens)

@@ -8,8 +8,8 @@ The score of an expert is an estimate of gamma^(steps until its next use - 1), l
   token's choices of the layers above, which have not run yet.
 
 The neighbours make the difference: which experts a token takes in one layer says much about the
-other layers, now and for the next tokens. Fitted by ridge regression, in closed form; a step costs
-two products of a row with a matrix of the layer.
+other layers, now and for the next tokens. Fitted by ridge regression, in closed form. A step costs
+one product of a matrix with the counts, and a sum of one row for each choice in the window.
 
 Axes: N requests that a replay steps together (1 in the runtime), L MoE layers, E experts, R rows
 (n * L + l), H half-lives, W layers of the window, S steps.
@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cachemgr.types import BoolArray, FloatArray
-from calibration.storage import check_version, read_folder, take, write_folder
+from cachemgr.types import BoolArray, FloatArray, IntArray
+from calibration.storage import Arrays, check_version, read_folder, take, write_folder
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 JSON_NAME, NPZ_NAME = "score.json", "score.npz"
 HALF_LIVES = (2.0, 8.0, 32.0, 128.0)
 Floats = NDArray[np.float32]
@@ -38,6 +38,7 @@ class ScoreTable:
 
     Attributes:
         model_id: model whose routing it was fitted to.
+        fingerprint: of that model (`app.model_facts`); None: not known, the shape alone is checked.
         half_lives: of the decayed counts, in steps; H of them.
         gamma: discount of the target, in (0, 1).
         own_LHEE: weight of an expert's root count for each expert; float32 (L, H, E, E).
@@ -50,6 +51,7 @@ class ScoreTable:
     """
 
     model_id: str
+    fingerprint: str | None
     half_lives: tuple[float, ...]
     gamma: float
     own_LHEE: Floats
@@ -96,32 +98,43 @@ class ScoreTable:
         """Layers that the window extends to each side."""
         return int(self.window_LWEE.shape[1]) // 2
 
-    def check(self, num_layers: int, num_experts: int, model_id: str | None = None) -> None:
+    def check(self, num_layers: int, num_experts: int, fingerprint: str | None = None) -> None:
         """Refuse another model.
 
         Raises:
-            ValueError: other layers or experts, or another model id where one is given.
+            ValueError: other layers or experts, or another fingerprint where both are known.
         """
         if (self.num_layers, self.num_experts) != (num_layers, num_experts):
             raise ValueError(
                 f"the score is for {self.num_layers} layers x {self.num_experts} experts "
                 f"({self.model_id}), not {num_layers} x {num_experts}: train one for this model"
             )
-        if model_id is not None and model_id != self.model_id:
+        if None not in (fingerprint, self.fingerprint) and fingerprint != self.fingerprint:
             raise ValueError(
-                f"the score is for model {self.model_id!r}, not {model_id!r}: train one for it"
+                f"the score is for {self.model_id} with fingerprint {self.fingerprint}, not "
+                f"{fingerprint}: train one for this model"
             )
 
     def save(self, path: str | Path) -> None:
-        """Write the folder whole; see `calibration.storage.write_folder` for errors."""
+        """Write the folder whole; see `calibration.storage.write_folder` for errors.
+
+        Matrices are stored as float16, to which `training.train` has rounded them.
+        """
         meta = {
             "format_version": FORMAT_VERSION,
             "model_id": self.model_id,
+            "fingerprint": self.fingerprint,
+            "num_layers": self.num_layers,
+            "num_experts": self.num_experts,
             "half_lives": list(self.half_lives),
             "gamma": self.gamma,
             "provenance": self.provenance,
         }
-        arrays = {"own": self.own_LHEE, "window": self.window_LWEE, "bias": self.bias_LE}
+        arrays: Arrays = {
+            "own": self.own_LHEE.astype(np.float16),
+            "window": self.window_LWEE.astype(np.float16),
+            "bias": self.bias_LE,
+        }
         write_folder(Path(path), JSON_NAME, meta, NPZ_NAME, arrays)
 
     @classmethod
@@ -140,13 +153,15 @@ class ScoreTable:
         half_lives = take(meta, "half_lives", list, path)
         if not all(isinstance(half_life, int | float) for half_life in half_lives):
             raise ValueError(f"{path}: half_lives must be numbers, got {half_lives}")
+        fingerprint = meta.get("fingerprint")
         try:
             return cls(
                 take(meta, "model_id", str, path),
+                None if fingerprint is None else take(meta, "fingerprint", str, path),
                 tuple(float(half_life) for half_life in half_lives),
                 take(meta, "gamma", float, path),
-                arrays["own"],
-                arrays["window"],
+                arrays["own"].astype(np.float32),
+                arrays["window"].astype(np.float32),
                 arrays["bias"],
                 take(meta, "provenance", dict, path),
             )
@@ -179,12 +194,12 @@ class History:
         self._counts_NLHE = np.zeros(shape, dtype=np.float32)
         # Layers beyond the ends choose nothing: `reach` of padding on each side.
         padded = (num_requests, num_layers + 2 * reach, num_experts)
-        self._now_NLE = np.zeros(padded, dtype=np.float32)
-        self._before_NLE = np.zeros(padded, dtype=np.float32)
+        self._now_NLE = np.zeros(padded, dtype=np.bool_)
+        self._before_NLE = np.zeros(padded, dtype=np.bool_)
 
     def observe(self, rows: slice, demand_RE: BoolArray) -> None:
         """Take in a step: of one layer, or of all layers of the first requests."""
-        if rows.stop - rows.start == 1 and self.num_layers > 1:
+        if len(demand_RE) == 1 and self.num_layers > 1:
             request, layer = divmod(rows.start, self.num_layers)
             counts_HE = self._counts_NLHE[request, layer]
             counts_HE *= self._decay_H1
@@ -204,11 +219,11 @@ class History:
         own_X: Floats = np.sqrt(self._counts_NLHE[request, layer]).ravel()
         return own_X
 
-    def window(self, request: int, layer: int) -> Floats:
-        """Last choices of the layers around, when layers are observed in turn; (W * E,)."""
-        return self._now_NLE[request, layer : layer + 2 * self.reach + 1].ravel()
+    def window(self, request: int, layer: int) -> IntArray:
+        """Last choices of the layers around, when layers are observed in turn: w * E + e."""
+        return self._now_NLE[request, layer : layer + 2 * self.reach + 1].ravel().nonzero()[0]
 
-    def features(self, rows: slice, layer: int) -> tuple[Floats, Floats]:
+    def features(self, rows: slice, layer: int) -> tuple[Floats, BoolArray]:
         """`own` and `window` of many requests whose layers are observed all at once.
 
         Layers above `layer` have not run when it is scored: they show their step before.
@@ -231,18 +246,19 @@ class History:
             self._before_NLE[request, layer + self.reach] = 0
 
     def _requests(self, rows: slice) -> slice:
-        if rows.start % self.num_layers or rows.stop % self.num_layers:
+        start, stop, _ = rows.indices(len(self._counts_NLHE) * self.num_layers)
+        if start % self.num_layers or stop % self.num_layers:
             raise ValueError(
-                f"rows {rows.start} to {rows.stop} must be one layer, or all {self.num_layers} "
-                f"layers of some requests"
+                f"rows {start} to {stop} must be one layer, or all {self.num_layers} layers of "
+                f"some requests"
             )
-        return slice(rows.start // self.num_layers, rows.stop // self.num_layers)
+        return slice(start // self.num_layers, stop // self.num_layers)
 
 
 class Learned:
     """Retention by a `ScoreTable`.
 
-    Rows are layers that are observed in turn, or all layers of many requests at once; in one
+    Scores are asked of one layer after the other, or of all layers of many requests at once; in one
     object, always the same of the two.
 
     Args:
@@ -257,7 +273,9 @@ class Learned:
         self._history = History(
             num_requests, num_layers, num_experts, table.half_lives, table.reach
         )
-        self._own_LXE = table.own_LHEE.reshape(num_layers, -1, num_experts)
+        # Counts are dense and meet rows, choices are few and pick rows.
+        own_LXE = table.own_LHEE.reshape(num_layers, -1, num_experts)
+        self._own_LEX = np.ascontiguousarray(own_LXE.transpose(0, 2, 1))
         self._window_LXE = table.window_LWEE.reshape(num_layers, -1, num_experts)
         self._bias_LE = table.bias_LE
         self._num_layers = num_layers
@@ -270,8 +288,9 @@ class Learned:
         """See `Retention.scores`."""
         if rows.stop - rows.start == 1 and self._num_layers > 1:
             request, layer = divmod(rows.start, self._num_layers)
-            scores_E: FloatArray = self._history.own(request, layer) @ self._own_LXE[layer]
-            scores_E += self._history.window(request, layer) @ self._window_LXE[layer]
+            scores_E: FloatArray = self._own_LEX[layer] @ self._history.own(request, layer)
+            chosen = self._history.window(request, layer)
+            scores_E += np.add.reduce(self._window_LXE[layer].take(chosen, axis=0))
             scores_E += self._bias_LE[layer]
             return scores_E[None]
         num_requests = (rows.stop - rows.start) // self._num_layers
@@ -280,8 +299,8 @@ class Learned:
         )
         for layer in range(self._num_layers):
             own_NX, window_NX = self._history.features(rows, layer)
-            scores_NLE[:, layer] = own_NX @ self._own_LXE[layer]
-            scores_NLE[:, layer] += window_NX @ self._window_LXE[layer]
+            scores_NLE[:, layer] = own_NX @ self._own_LEX[layer].T
+            scores_NLE[:, layer] += window_NX.astype(np.float32) @ self._window_LXE[layer]
         scores_NLE += self._bias_LE
         return scores_NLE.reshape(-1, self._bias_LE.shape[1])
 

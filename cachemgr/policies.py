@@ -19,10 +19,11 @@ from typing import Protocol
 
 import numpy as np
 
+from cachemgr.learned import Learned, ScoreTable
 from cachemgr.types import BoolArray, FloatArray, IntArray, Ledger, Load, Pass, StepPlan
 
 NOTHING = StepPlan((Pass(()),))
-POLICIES = ("lru", "lfu", "lrfu", "static", "given")
+POLICIES = ("lru", "lfu", "lrfu", "static", "given", "learned")
 
 
 class Retention(Protocol):
@@ -171,6 +172,7 @@ def make_retention(
     *,
     lambda_: float = 0.03,
     hotness_RE: FloatArray | None = None,
+    table: ScoreTable | None = None,
 ) -> Retention:
     """The retention called `name`.
 
@@ -180,9 +182,10 @@ def make_retention(
         num_experts: E.
         lambda_: of LRFU.
         hotness_RE: of `static`, (rows, E).
+        table: of `learned`, for a model whose layers the rows are, once or several times.
 
     Raises:
-        ValueError: unknown name, or `static` without a hotness of that shape.
+        ValueError: unknown name, or `static` or `learned` without its scores, or of another shape.
     """
     if name == "lru":
         return LRU(num_rows, num_experts)
@@ -199,6 +202,14 @@ def make_retention(
                 f"static needs a hotness of shape {(num_rows, num_experts)}, got {found}"
             )
         return Static(hotness_RE)
+    if name == "learned":
+        if table is None or num_rows % table.num_layers or num_experts != table.num_experts:
+            found = None if table is None else (table.num_layers, table.num_experts)
+            raise ValueError(
+                f"learned needs a score for {(num_rows, num_experts)}, got one for {found}: train "
+                f"it with `eldr cache train`"
+            )
+        return Learned(table, num_rows // table.num_layers)
     raise ValueError(f"unknown cache policy {name!r}: choose one of {', '.join(POLICIES)}")
 
 
@@ -500,13 +511,13 @@ class ExpertCache:
         if not num_missing:
             return NOTHING
         ledger.demand[layer] += num_missing
+        excess = self._num_held[layer] + num_missing - self.capacity
+        if excess <= 0:
+            return StepPlan((Pass(self._move(layer, missing, missing[:0])),))
         if scores_E is None:
             scores_E = self.retention.scores(rows)[0]
         if num_asked > self.capacity:
             return self._passes(layer, demand_E, scores_E)
-        excess = self._num_held[layer] + num_missing - self.capacity
-        if excess <= 0:
-            return StepPlan((Pass(self._move(layer, missing, missing[:0])),))
         others = (resident_E & ~demand_E).nonzero()[0]
         left = others[scores_E[others].argsort(kind="stable")[:excess]]
         return StepPlan((Pass(self._move(layer, missing, left)),))

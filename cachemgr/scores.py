@@ -1,6 +1,7 @@
 """The score file: what retention and refinement score experts by, beyond the model's own gates.
 
-One .npz file with any of these arrays, float32:
+For policy learned it is the folder of a `ScoreTable`; for the others one .npz file with any of
+these arrays, float32:
     hotness_LE: importance of each expert, for policy static;
     temporal_LEH: the Temporal Router's W^T, added to the native gate by temporal and spatio;
     spatio_LEH: the Spatio Router's W^S; row l predicts the layer after l.
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cachemgr.learned import ScoreTable
 
 Float32Array = NDArray[np.float32]
 
@@ -70,3 +73,23 @@ def load_scores(
                 f"got shape {array.shape}"
             )
     return Scores(**{name: array.astype(np.float32) for name, array in arrays.items()})
+
+
+def load_learned(
+    path: str | None, fingerprint: str, num_layers: int, num_experts: int
+) -> ScoreTable:
+    """Read and check the score of policy learned.
+
+    Raises:
+        ValueError: none is given, it is missing or damaged, or of another model.
+    """
+    if path is None:
+        raise ValueError(
+            "policy learned needs cache.score_file: the folder that `eldr cache train` wrote"
+        )
+    try:
+        table = ScoreTable.load(path)
+        table.check(num_layers, num_experts, fingerprint)
+    except (OSError, ValueError) as err:
+        raise ValueError(f"cache.score_file {path} does not fit ({err})") from err
+    return table

@@ -21,7 +21,8 @@ class CacheSettings:
         lrfu_lambda: of policy lrfu.
         budget: R, candidates checked before each access; policy spatio only.
         store_dir: folder of the backing store.
-        score_file: weights or hotness that the policy scores by; None takes the model's own gates.
+        score_file: weights or hotness that the policy scores by, for policy learned the folder of
+            the score; None takes the model's own gates.
         placement: placement plan that says which rank computes an expert, under expert
             parallelism; None: the rank that loads it.
         exact_tokens: steps up to this size are split by tokens when their experts do not fit.

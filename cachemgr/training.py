@@ -28,6 +28,7 @@ def train(
     trace: RoutingTrace,
     model_id: str,
     *,
+    fingerprint: str | None = None,
     reach: int | None = None,
     gamma: float = GAMMA,
     half_lives: tuple[float, ...] = HALF_LIVES,
@@ -42,6 +43,7 @@ def train(
     Args:
         trace: requests to learn from.
         model_id: name of the model that was traced.
+        fingerprint: of that model, where it is known.
         reach: layers of the window to each side of a layer; None takes `REACH`, or what the model
             has.
         gamma: discount of the target, in (0, 1).
@@ -81,10 +83,11 @@ def train(
     square = (num_layers, -1, num_experts, num_experts)
     return ScoreTable(
         model_id,
+        fingerprint,
         half_lives,
         gamma,
-        weights_LXE[:, :num_own].reshape(square),
-        weights_LXE[:, num_own:-1].reshape(square),
+        _as_stored(weights_LXE[:, :num_own].reshape(square)),
+        _as_stored(weights_LXE[:, num_own:-1].reshape(square)),
         weights_LXE[:, -1],
         {
             "num_requests": len(trace),
@@ -93,6 +96,11 @@ def train(
             "target": "gamma^(steps until next use - 1)",
         },
     )
+
+
+def _as_stored(weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rounded to what the file keeps, so that a loaded score decides as the trained one did."""
+    return weights.astype(np.float16).astype(np.float32)
 
 
 def split(trace: RoutingTrace, held_out: int, seed: int) -> tuple[RoutingTrace, RoutingTrace]:

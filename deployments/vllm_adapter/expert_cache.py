@@ -27,7 +27,7 @@ import torch
 from app.model_facts import model_facts
 from cachemgr.placement_plan import PlacementPlan
 from cachemgr.policies import ExpertCache, make_retention
-from cachemgr.scores import Scores, load_scores
+from cachemgr.scores import Scores, load_learned, load_scores
 from cachemgr.settings import SETTINGS_KEY, CacheSettings
 from cachemgr.store import ExpertStore, StoreKey, StoreWriter, TensorSpec, locked
 from cachemgr.types import BoolArray
@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 Source = dict[str, torch.Tensor | Sequence[torch.Tensor]]  # of one layer: its E experts by name
 Router = Callable[[torch.Tensor], torch.Tensor]  # hidden states [T, H] to logits [T, E]
 
+_SCORED_BY_FILE = ("static", *_SCORED_BY_GATE)
 _WEIGHTS = (W13, W2)
 _SCORED_BY_GATE = ("temporal", "spatio")
 
@@ -137,6 +138,12 @@ class InstalledCache:
         self.expert_bytes = sum(t[0].nbytes for t in _weights(runners[0]).values())
         self._source = (
             pinned_source(runners)
+        self._load_learned = functools.partial(
+            load_learned,
+            fingerprint=fingerprint,
+            num_layers=len(runners),
+            num_experts=self.num_experts,
+        )
             if self.device.type == "cuda"
             else mapped_source(vllm_config, runners, settings, fingerprint, self._share)
         )
@@ -172,8 +179,10 @@ class InstalledCache:
             raise ValueError(
                 "policy spatio does not know ranks: take another with experts on ranks"
             )
-        scores = Scores()
-        if settings.score_file is not None:
+        scores, table = Scores(), None
+        if settings.policy == "learned":
+            table = self._load_learned(settings.score_file)
+        elif settings.policy in _SCORED_BY_FILE and settings.score_file is not None:
             scores = self._load_scores(Path(settings.score_file))
         retention = make_retention(
             "given" if scored else settings.policy,
@@ -186,6 +195,7 @@ class InstalledCache:
         cache = ExpertCache(
             num_layers,
             self.num_experts,
+            table=table,
             settings.capacity(num_owned),
             self._top_k,
             retention,

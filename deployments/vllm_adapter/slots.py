@@ -288,8 +288,7 @@ class SlotRuntime:
 
     def _miss(self, layer: int, call: _Call, ids: IntArray, logits_TE: torch.Tensor | None) -> None:
         """Decide, load and compute."""
-        if layer in self._hits:
-            self._tell_hits()  # of a step that broke off
+        self._tell_hits()  # the decision may look at the layers below
         hidden_TH = call.hidden_TH
         demand_E = np.zeros(self._num_experts, dtype=np.bool_)
         demand_E[ids] = True

@@ -71,6 +71,7 @@ def test_window_shows_this_token_below_and_the_last_token_above():
         demand_RE = np.eye(EXPERTS, dtype=bool)[[3 * token, 3 * token + 1, 3 * token + 2]]
         history.observe(slice(0, LAYERS), demand_RE)
     own, window = history.features(slice(0, LAYERS), 1)
+    assert history.window(0, 1).tolist() == [3, EXPERTS + 4, 2 * EXPERTS + 5]
     assert own[0, 4] == 1
     assert own[0, 1] == pytest.approx(0.5**0.25)
     assert window.reshape(3, EXPERTS).argmax(axis=1).tolist() == [3, 4, 2]
@@ -99,8 +100,10 @@ def test_ridge_matches_its_definition():
     x, y = np.array(features), np.array(targets)
     penalty = np.diag([0.1 * 36] * (2 * EXPERTS) + [1e-9 * 36])
     weights = np.linalg.solve(x.T @ x + penalty, x.T @ y)
-    assert table.own_LHEE[1, 0] == pytest.approx(weights[:EXPERTS], abs=1e-4)
-    assert table.window_LWEE[1, 0] == pytest.approx(weights[EXPERTS:-1], abs=1e-4)
+    # Rounded to float16, as they are stored.
+    stored = {"rel": 2**-11, "abs": 1e-4}
+    assert table.own_LHEE[1, 0] == pytest.approx(weights[:EXPERTS], **stored)
+    assert table.window_LWEE[1, 0] == pytest.approx(weights[EXPERTS:-1], **stored)
     assert table.bias_LE[1] == pytest.approx(weights[-1], abs=1e-4)
 
 
@@ -128,8 +131,11 @@ def test_file_of_another_model_or_damaged_is_refused(trained, tmp_path):
     _, _, table = trained
     with pytest.raises(ValueError, match="3 layers x 9 experts \\(echo\\), not 4 x 9"):
         table.check(4, 9)
-    with pytest.raises(ValueError, match="for model 'echo', not 'other'"):
-        table.check(3, 9, "other")
+    table.check(3, 9, "f" * 16)  # the score does not know its model's fingerprint
+    known = dataclasses.replace(table, fingerprint="0" * 16)
+    known.check(3, 9, None)
+    with pytest.raises(ValueError, match=r"echo with fingerprint 0{16}, not f{16}: train one"):
+        known.check(3, 9, "f" * 16)
     folder = tmp_path / "score"
     table.save(folder)
     text = (folder / "score.json").read_text()
@@ -139,6 +145,7 @@ def test_file_of_another_model_or_damaged_is_refused(trained, tmp_path):
         ({"half_lives": [1.0]}, "do not belong together"),
         ({"half_lives": ["a"] * 4}, "half_lives must be numbers"),
         ({"model_id": 3}, "model_id must be str"),
+        ({"fingerprint": 3}, "fingerprint must be str"),
     ):
         (folder / "score.json").write_text(json.dumps({**json.loads(text), **change}))
         with pytest.raises(ValueError, match=message):

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cachemgr.learned import ScoreTable
 from cachemgr.placement_plan import PlacementPlan
-from cachemgr.scores import load_scores
+from cachemgr.scores import load_learned, load_scores
 from deployments.vllm_adapter.expert_cache import ExpertShare, owned_experts
 
 L, E, H = 3, 8, 4
@@ -102,3 +103,24 @@ def test_bad_score_file_is_refused(tmp_path: Path, arrays: dict[str, Any], text:
     path.write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"cannot be read as \.npz"):
         load_scores(path, MODEL, L, E, H)
+
+
+def test_learned_score_is_read_and_checked(tmp_path: Path) -> None:
+    path = str(tmp_path / "score")
+    with pytest.raises(ValueError, match=r"policy learned needs cache\.score_file: the folder"):
+        load_learned(None, MODEL, L, E)
+    with pytest.raises(ValueError, match=r"cache\.score_file .*has no file score\.json"):
+        load_learned(path, MODEL, L, E)
+    rng = np.random.default_rng(0)
+    matrices = rng.normal(size=(L, 4, E, E)).astype(np.float16).astype(np.float32)
+    table = ScoreTable(
+        "m", MODEL, (1, 2, 4), 0.5, matrices[:, :3], matrices[:, 3:], matrices[:, 0, 0], {}
+    )
+    table.save(path)
+    assert (load_learned(path, MODEL, L, E).own_LHEE == table.own_LHEE).all()
+    for given, text in (
+        (("0" * 16, L, E), "fingerprint f{16}, not 0{16}"),
+        ((MODEL, L + 1, E), "3 layers x 8 experts"),
+    ):
+        with pytest.raises(ValueError, match=rf"cache\.score_file .* does not fit .*{text}"):
+            load_learned(path, *given)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cachemgr.policies import ExpertCache, make_retention
+from cachemgr.learned import ScoreTable
+from cachemgr.policies import ExpertCache, Retention, make_retention
 from deployments.vllm_adapter.slots import (
     HostCopier,
     Jobs,
@@ -58,7 +59,8 @@ def make_runtime(
     budget: int = 0,
     **kwargs: Any,
 ) -> SlotRuntime:
-    retention = make_retention("given" if "scoring" in kwargs else "lru", L, E)
+    name = "given" if "scoring" in kwargs else "lru"
+    retention = kwargs.pop("retention", None) or make_retention(name, L, E)
     cache = ExpertCache(L, E, capacity, K, retention, budget=budget)
     layers = [
         LayerWeights(
@@ -238,11 +240,20 @@ def test_half_copied_slot_is_never_used(ahead: bool) -> None:
             assert torch.equal(run(layer, again), batches.expected(layer, again))
 
 
-def test_policy_hears_of_every_step_in_order() -> None:
+def looking_around() -> Retention:
+    """A score that depends on what the layers below chose in this step."""
+    window_LWEE = np.random.default_rng(0).normal(size=(L, 3, E, E)).astype(np.float32)
+    bias_LE = np.zeros((L, E), dtype=np.float32)
+    table = ScoreTable("m", None, (4.0,), 0.5, window_LWEE[:, :1], window_LWEE, bias_LE, {})
+    return make_retention("learned", L, E, table=table)
+
+
+@pytest.mark.parametrize("make", [lambda: make_retention("lru", L, E), looking_around])
+def test_policy_hears_of_every_step_in_order(make: Callable[[], Retention]) -> None:
     """Layers that lack nothing are told of later: contents and counts are as if at once."""
     source, batches = make_source(), Batches(make_source(), seed=5)
-    runtime = make_runtime(6, source)
-    told = ExpertCache(L, E, 6, K, make_retention("lru", L, E))
+    runtime = make_runtime(6, source, retention=make())
+    told = ExpertCache(L, E, 6, K, make())
     for _ in range(200):
         for layer in range(L):
             step = batches.step(2)
