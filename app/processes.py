@@ -41,12 +41,20 @@ def find(run_id: str | None = None, exclude: frozenset[int] = frozenset()) -> li
             continue
         if mark is not None and run_id in (None, mark):
             found[process.pid] = process
-    for process in list(found.values()):
-        try:
-            found |= {child.pid: child for child in process.children(recursive=True)}
-        except psutil.Error:
-            continue
+    found = {process.pid: process for process in with_descendants(found.values())}
     return [p for pid, p in found.items() if pid not in exclude and pid != os.getpid()]
+
+
+def with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Processes and all that they and their children started, as far as they live."""
+    found: list[psutil.Process] = []
+    for root in roots:
+        found.append(root)
+        try:
+            found += root.children(recursive=True)
+        except psutil.Error:
+            continue  # it has ended
+    return found
 
 
 def end(
@@ -93,6 +101,14 @@ def start_guard(run_id: str) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
+
+
+def is_guard(process: psutil.Process) -> bool:
+    """Whether a process is what `start_guard` starts."""
+    try:
+        return "app.processes" in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 def _guard(run_id: str) -> None:

@@ -20,7 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from app.config import EldrConfig
+from app.processes import with_descendants
 from deployments.engine import Phase, engine_env, engine_kwargs
 
 READY_TIMEOUT_S = 600.0
@@ -87,6 +90,10 @@ class Stock:
         while not _answers(self.url, body):
             self._processes.check(deadline)
 
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs for it."""
+        return self._processes.tree()
+
     def stop(self) -> None:
         """End it and its Ray session."""
         self._processes.stop(grace_s=30)
@@ -124,6 +131,10 @@ class Smg:
         self._processes.start("gateway", self._gateway_command(), {})
         while not _answers(self.url, body):
             self._processes.check(deadline)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs for it."""
+        return self._processes.tree()
 
     def stop(self) -> None:
         """End gateway and servers; their engines end with them."""
@@ -191,6 +202,11 @@ class _Processes:
             names = ", ".join(self._running)
             raise RuntimeError(f"peer {names} was not ready within {READY_TIMEOUT_S:g} s")
         time.sleep(0.5)
+
+    def tree(self) -> list[psutil.Process]:
+        """The processes and all their descendants."""
+        running = [p for p in self._running.values() if p.poll() is None]
+        return with_descendants(psutil.Process(process.pid) for process in running)
 
     def stop(self, grace_s: float) -> None:
         """Terminate all, then kill what is left after `grace_s` seconds."""

@@ -1,7 +1,9 @@
 """`eldr bench serving`: the token path against SMG and stock Ray Serve LLM, side by side.
 
 All three run on this machine at the same time, with one prefill and one decode engine each, and
-take turns: what slows the machine for a while slows all of them. Ratios are taken round by round.
+take turns: what slows the machine for a while slows all of them. While one is measured the others
+are stopped (SIGSTOP), since even idle ones take a good part of a small machine. Ratios are taken
+round by round.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -54,6 +58,10 @@ TEXTS = (
     "Объясните простыми словами, почему осенью листья меняют цвет и опадают, а ели и сосны "
     "остаются зелёными всю зиму. Приведите два примера деревьев каждого вида.",
 )
+
+
+Tree = Callable[[], list[psutil.Process]]
+"""Lists the processes of a system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +232,10 @@ def measure(
         generator = stack.enter_context(LoadProcess())
         bench = Bench(generator, load, config.model.served_name, tokenizer, progress)
         progress(f"{NAMES[OURS]}: starting")
+        before = set(psutil.Process().children())
         running = local.start(config, lambda text: progress(f"{NAMES[OURS]}: {text}"))
+        started = set(psutil.Process().children()) - before
+        roots = [p for p in started if not processes.is_guard(p)]
         stack.callback(running.stop)
         bench.warm_up(OURS, running.url)
         progress(f"idle CPU over {IDLE_S:g} s")
@@ -237,7 +248,9 @@ def measure(
             bench.warm_up(name, peer.url)
         progress(f"memory, sum of RSS: {rss_gib(running.run_id):.1f} GiB")
         urls = {OURS: running.url, **{name: peer.url for name, peer in peers.items()}}
-        samples = bench.run(urls)
+        trees: dict[str, Tree] = {OURS: partial(processes.with_descendants, roots)}
+        trees |= {name: peer.processes for name, peer in peers.items()}
+        samples = bench.run(urls, trees)
     return make_report(samples, idle_cpu, load)
 
 
@@ -274,13 +287,15 @@ class Bench:
             self._sample(url, self._prompts(f"warm-up {i}"))
         self._progress(f"{NAMES[name]}: ready, warmed up")
 
-    def run(self, urls: dict[str, str]) -> dict[str, list[Sample]]:
-        """Measure every system in every round, in an order drawn per round."""
+    def run(self, urls: dict[str, str], trees: Mapping[str, Tree]) -> dict[str, list[Sample]]:
+        """Measure every system in every round, in an order drawn per round, the others stopped."""
         samples: dict[str, list[Sample]] = {name: [] for name in urls}
         for i in range(self._load.rounds):
             prompts = self._prompts(f"round {i}")
             for name in round_order(list(urls), self._load.seed, i):
-                sample = self._sample(urls[name], prompts)
+                time.sleep(SETTLE_S)  # those that were stopped catch up
+                with stopped(trees, except_for=name):
+                    sample = self._sample(urls[name], prompts)
                 samples[name].append(sample)
                 self._progress(
                     f"round {i + 1}/{self._load.rounds}  {NAMES[name]:<{_name_width()}}  "
@@ -306,6 +321,26 @@ class Bench:
             tpot_single_ms=tpot_ms(singles),
             events_per_stream=mean(s.events for s in burst),
         )
+
+
+@contextmanager
+def stopped(trees: Mapping[str, Tree], except_for: str) -> Iterator[None]:
+    """Stop the processes of all systems but one; they go on afterwards."""
+    halted = [p for name, tree in trees.items() if name != except_for for p in tree()]
+    try:
+        for process in halted:
+            _signal(process, signal.SIGSTOP)
+        yield
+    finally:
+        for process in halted:
+            _signal(process, signal.SIGCONT)
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        pass  # it has ended
 
 
 def round_order(names: Sequence[str], seed: int, index: int) -> list[str]:

@@ -10,9 +10,11 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from app import processes
@@ -316,3 +318,38 @@ def command(*words):
     cli.add_cli(parser.add_subparsers())
     args = parser.parse_args(words)
     return args.func(args)
+
+
+@pytest.fixture
+def two_systems():
+    """Two shells with a child each, as systems to stop: name to what lists its processes."""
+    shells = [subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) for _ in range(2)]
+    roots = [psutil.Process(shell.pid) for shell in shells]
+    while not all(root.children() for root in roots):
+        time.sleep(0.01)
+    yield {
+        name: partial(processes.with_descendants, [root])
+        for name, root in zip("ab", roots, strict=True)
+    }
+    for shell, root in zip(shells, roots, strict=True):
+        for process in processes.with_descendants([root]):
+            process.kill()
+        shell.wait()
+
+
+def _is_stopped(tree):
+    members = tree()
+    assert len(members) == 2
+    return [process.status() == psutil.STATUS_STOPPED for process in members]
+
+
+def test_systems_that_are_not_measured_stand_still_and_go_on(two_systems):
+    def measure():
+        with serving.stopped(two_systems, except_for="a"):
+            assert _is_stopped(two_systems["a"]) == [False, False]
+            assert _is_stopped(two_systems["b"]) == [True, True]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        measure()
+    assert _is_stopped(two_systems["b"]) == [False, False]
