@@ -26,6 +26,7 @@ from app.model_facts import (
     artifact_facts,
     model_facts,
     plan_facts,
+    score_facts,
 )
 
 __all__ = [
@@ -314,8 +315,8 @@ class CacheConfig(_Section):
     fraction: float = Field(default=0.5, gt=0, le=1)
     """B as a share of a layer's experts, rounded up; counts where `slots` is not given."""
 
-    policy: Literal["lru", "lfu", "lrfu", "static", "temporal", "spatio"] = "lrfu"
-    """What stays: by use, by a fixed order, by the gate, or by the gate with loads ahead."""
+    policy: Literal["lru", "lfu", "lrfu", "static", "temporal", "spatio", "learned"] = "lrfu"
+    """What stays: by use, by a fixed order, by the gate (spatio loads ahead), by training."""
 
     lrfu_lambda: float = Field(default=0.03, ge=0, le=1)
     """Of policy lrfu: 0 counts uses, 1 looks at the last use alone."""
@@ -327,7 +328,8 @@ class CacheConfig(_Section):
     """Folder of the store of all experts, one file a model; relative paths as for the model."""
 
     score_file: str | None = None
-    """.npz file with trained routers or the order of policy static; None scores by the gates."""
+    """.npz file with trained routers or the order of policy static, or the folder that
+    `eldr cache train` wrote for policy learned; None scores by the gates."""
 
     adaptive: bool = False
     """Lets each node's manager lower B under memory pressure and set R by the link's headroom."""
@@ -658,6 +660,12 @@ def _cache_problems(config: EldrConfig) -> list[Problem]:
             "policy static needs a file with the array hotness_LE: set it, or take another policy"
         )
         problems.append(Problem("cache.score_file", text))
+    if cache.policy == "learned" and cache.score_file is None:
+        text = (
+            "policy learned needs the folder that `eldr cache train` wrote: set it, or take "
+            "another policy"
+        )
+        problems.append(Problem("cache.score_file", text))
     return problems
 
 
@@ -742,9 +750,35 @@ def _file_problems(config: EldrConfig) -> list[Problem]:
         problems += _model_fact_problems(config, model)
     if artifact:
         problems += _artifact_problems(config, artifact, model)
+    if config.cache.enabled and config.cache.policy == "learned":
+        problems += _score_problems(config, model)
     if model and config.placement.plan is not None:
         problems += _plan_problems(config, config.placement.plan, model)
     return problems
+
+
+def _score_problems(config: EldrConfig, model: ModelFacts | None) -> list[Problem]:
+    """The learned score against the model; `ScoreTable.check` asks the same of the engine."""
+    assert config.cache.score_file is not None
+    try:
+        score = score_facts(os.path.expanduser(config.cache.score_file))
+    except FactsError as err:
+        return [Problem("cache.score_file", str(err))]
+    if model is None:
+        return []
+    shape = (model.num_moe_layers, model.num_experts)
+    if (score.num_layers, score.num_experts) == shape and score.fingerprint in (
+        None,
+        model.fingerprint,
+    ):
+        return []
+    text = (
+        f"score is for {score.model_id} ({score.num_layers} MoE layers, {score.num_experts} "
+        f"experts, fingerprint {score.fingerprint or 'unknown'}), but {config.model.path} has "
+        f"{model.num_moe_layers}, {model.num_experts} and {model.fingerprint}: train one for it "
+        "with `eldr cache train`"
+    )
+    return [Problem("cache.score_file", text)]
 
 
 def _model_fact_problems(config: EldrConfig, facts: ModelFacts) -> list[Problem]:

@@ -108,6 +108,23 @@ class ArtifactFacts:
 
 
 @dataclass(frozen=True)
+class ScoreFacts:
+    """What a learned retention score says about the model it was trained for.
+
+    Attributes:
+        model_id: folder or name given at training; for messages only.
+        fingerprint: `ModelFacts.fingerprint` of that model; None: it was not known.
+        num_layers: L, MoE layers.
+        num_experts: E.
+    """
+
+    model_id: str
+    fingerprint: str | None
+    num_layers: int
+    num_experts: int
+
+
+@dataclass(frozen=True)
 class PlanFacts:
     """What a placement plan says about the engine it was made for.
 
@@ -181,6 +198,25 @@ def artifact_facts(path: str | Path) -> ArtifactFacts:
     del types["format_version"], types["num_requests"]
     num_signatures = min(raw["num_requests"], MAX_SIGNATURES)
     return ArtifactFacts(**{name: raw[name] for name in types}, num_signatures=num_signatures)
+
+
+def score_facts(path: str | Path) -> ScoreFacts:
+    """Read `score.json` of a learned retention score; the arrays are not opened.
+
+    Raises:
+        FactsError: the file or a field is missing or has another type.
+    """
+    file = Path(path) / "score.json"
+    raw = _read_json(file, "give the folder that `eldr cache train` wrote")
+    fields = {name: raw.get(name) for name in ScoreFacts.__annotations__}
+    types = {"model_id": str, "fingerprint": str | None, "num_layers": int, "num_experts": int}
+    for name, kind in types.items():
+        if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
+            raise FactsError(
+                f"{file}: field {name!r} has the wrong type, got {fields[name]!r}: train again "
+                "with `eldr cache train`"
+            )
+    return ScoreFacts(**fields)  # type: ignore[arg-type]
 
 
 def plan_facts(file: Path) -> PlanFacts:

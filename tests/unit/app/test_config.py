@@ -265,6 +265,10 @@ BAD_RELATIONS = [
         {"cache.enabled": True, "cache.policy": "static"},
         ["cache.score_file: policy static needs a file with the array hotness_LE"],
     ),
+    (
+        {"cache.enabled": True, "cache.policy": "learned"},
+        ["cache.score_file: policy learned needs the folder that `eldr cache train` wrote"],
+    ),
 ]
 
 
@@ -532,6 +536,42 @@ def test_cache_paths_count_from_the_file(tmp_path: Path) -> None:
     cache = load_config(write(tmp_path, merged(BASE, changes))).cache
     assert cache.store_dir == str(tmp_path / "store")
     assert cache.score_file == "~/scores.npz"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (None, "cannot read"),
+        ({"num_layers": "2"}, "field 'num_layers' has the wrong type, got '2'"),
+        ({"num_layers": 3}, "(3 MoE layers, 32 experts, fingerprint unknown), but"),
+        ({"num_experts": 16}, "(4 MoE layers, 16 experts, fingerprint unknown), but"),
+        ({"fingerprint": "0" * 16}, "fingerprint 0000000000000000), but"),
+    ],
+)
+def test_learned_score_of_another_model_is_refused(
+    tmp_path: Path, changes: dict[str, Any] | None, text: str
+) -> None:
+    facts = model_facts(write_model(tmp_path / "m"))
+    score: dict[str, Any] = {
+        "model_id": "m",
+        "fingerprint": None,
+        "num_layers": facts.num_moe_layers,
+        "num_experts": facts.num_experts,
+    }
+    cache = {"enabled": True, "policy": "learned", "score_file": "score"}
+    config = {"model.path": "./m", "cache": cache}
+    if changes is not None:
+        (tmp_path / "score").mkdir()
+        for known in (None, facts.fingerprint):
+            (tmp_path / "score" / "score.json").write_text(
+                json.dumps(score | {"fingerprint": known})
+            )
+            load_config(write(tmp_path, merged(BASE, config)))
+        (tmp_path / "score" / "score.json").write_text(json.dumps(score | changes))
+    message = refusal(tmp_path, config)
+    assert message.startswith("cache.score_file: ")
+    assert text in message
+    assert "`eldr cache train`" in message
 
 
 def soft(**changes: Any) -> dict[str, Any]:
