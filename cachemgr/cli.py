@@ -118,6 +118,16 @@ def _add_replay(commands: Any) -> None:
         "--prefix-tokens", type=int, default=64, help="tokens taken as the prompt (default 64)"
     )
     joint.add_argument("--seeds", type=int, default=2, help="number of seeds (default 2)")
+    joint.add_argument(
+        "--load-time",
+        type=float,
+        default=0.0,
+        help="time a step waits for each expert it loads, mean over layers; an empty step takes 1, "
+        "the read of a resident expert 0.09 (default 0: loads are counted and take no time)",
+    )
+    joint.add_argument(
+        "--routing-lambda", type=float, help="load weight of soft and live (default: as in serving)"
+    )
     replay.set_defaults(func=_replay)
 
 
@@ -199,9 +209,10 @@ def _joint(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from bench.report import table
-    from cachemgr.joint import POLICIES, joint, rows
+    from cachemgr.joint import POLICIES, joint, priced, priced_rows, rows
     from calibration.replay import Arrivals
     from calibration.replay_report import Settings
+    from calibration.step_time import StepTimeLaw
     from calibration.traces import load_trace
 
     names = _names(args.policies or "lrfu", POLICIES)
@@ -222,10 +233,36 @@ def _joint(args: argparse.Namespace) -> int:
         arrivals=Arrivals(concurrency=args.concurrency),
         prefix_tokens=args.prefix_tokens,
         seeds=tuple(range(args.seeds)),
-        num_warmup=0,  # every step counts
+        num_warmup=0 if args.load_time == 0 else args.concurrency,
+        law=StepTimeLaw(per_load=args.load_time),
+        lambda_=args.routing_lambda,
         **({} if args.requests is None else {"num_requests": args.requests}),
     )
     trace = load_trace(args.ids, args.meta, args.experts)
+    if args.load_time > 0:
+        if len(names) != 1:
+            raise ValueError(f"--load-time replays one cache policy, got {', '.join(names)}")
+        with _Bars() as bars:
+            advance = bars.start("routing x caching", args.seeds * len(routing) * len(capacities))
+            figures = priced(
+                trace,
+                settings,
+                capacities,
+                names[0],
+                args.lambda_,
+                _score(args, trace),
+                tell=lambda text: advance(1),
+            )
+        if args.json:
+            print(json.dumps({names[0]: figures}))
+            return 0
+        print(
+            f"{args.replicas} replicas, {args.concurrency} requests in flight, {args.seeds} seeds, "
+            f"cache policy {names[0]}, {args.load_time:g} a load"
+        )
+        for capacity in capacities:
+            print(table(priced_rows(figures, capacity, routing[0])))
+        return 0
     runs = args.seeds * len(routing) * (1 + len(names) * len(capacities))
     with _Bars() as bars:
         advance = bars.start("routing x caching", runs)

@@ -198,6 +198,81 @@ def _fill(
     cell.pressure.append(float(sizes_SR.sum() / num_steps / capacity))
 
 
+PRICED = ("loads_per_token", "distinct", "tpot_p50", "tpot_p99", "tokens_per_time")
+
+Priced = dict[str, dict[int, dict[str, list[float]]]]
+"""Routing policy to capacity to figures of `PRICED`, one value a seed."""
+
+
+def priced(
+    trace: RoutingTrace,
+    settings: Settings,
+    capacities: Sequence[int],
+    policy: str = "lrfu",
+    lambda_: float = 0.03,
+    table: ScoreTable | None = None,
+    tell: Callable[[str], object] = lambda text: None,
+) -> Priced:
+    """Replay routing and caches together: a step takes the time of its loads too.
+
+    So a policy that saves loads has faster replicas, and what it costs in full batches shows as
+    well. One run a cell.
+
+    Args:
+        trace: recorded requests.
+        settings: of the replay; `law.per_load` prices a load.
+        capacities: slots of a layer on each replica.
+        policy: cache policy; `min` is none, as it needs to know what comes.
+        lambda_: of lrfu.
+        table: of learned.
+        tell: told before each run.
+
+    Raises:
+        ValueError: unknown cache policy, learned without its score, or capacity out of range.
+    """
+    for capacity in capacities:
+        check_capacity(capacity, trace.num_experts, trace.top_k)
+
+    def retention() -> Retention:
+        return make_retention(
+            policy, trace.num_layers, trace.num_experts, lambda_=lambda_, table=table
+        )
+
+    retention()  # raises before the work begins
+    figures: Priced = {
+        routing: {capacity: {name: [] for name in PRICED} for capacity in capacities}
+        for routing in settings.policies
+    }
+    for seed in settings.seeds:
+        workload = Workload.split(trace, settings.prefix_tokens, seed, settings.min_tokens)
+        artifact = workload.fit(settings.num_replicas, seed, settings.layers)
+        for routing in settings.policies:
+            for capacity in capacities:
+                tell(f"seed {seed}, {routing}, {policy} {capacity}")
+                caches = ReplicaCaches(trace.num_layers, trace.num_experts, capacity, retention)
+                result = run_one(workload, artifact, settings, routing, seed, caches)
+                values = result.figures()
+                values["loads_per_token"] *= trace.num_layers  # was a mean over layers
+                for name in PRICED:
+                    figures[routing][capacity][name].append(values[name])
+    return figures
+
+
+def priced_rows(figures: Priced, capacity: int, reference: str) -> list[list[str]]:
+    """Table of a capacity: figures under the reference, changes in % of the others."""
+    lines = [[f"{capacity} slots", *PRICED]]
+    for routing, by_capacity in figures.items():
+        line = [routing]
+        for name in PRICED:
+            values = np.array(by_capacity[capacity][name])
+            if routing == reference:
+                line.append(f"{values.mean():.2f}")
+            else:
+                line.append(_change(values, figures[reference][capacity][name]))
+        lines.append(line)
+    return lines
+
+
 def rows(matrix: Matrix, name: str, reference: str) -> list[list[str]]:
     """Table of a cache policy: loads per token under the reference, changes in % of the others."""
     by_routing = matrix[name]
@@ -210,10 +285,15 @@ def rows(matrix: Matrix, name: str, reference: str) -> list[list[str]]:
             if routing == reference:
                 line.append(f"{values.mean():.2f}")
                 continue
-            change = 100 * (values / by_routing[reference][capacity].loads_per_token - 1)
-            spread = f" ({change.min():+.1f}..{change.max():+.1f})" if len(change) > 1 else ""
-            line.append(f"{change.mean():+.1f} %{spread}")
+            line.append(_change(values, by_routing[reference][capacity].loads_per_token))
         lines.append(line)
     passes = [np.mean(by_routing[reference][capacity].passes) for capacity in capacities]
     lines.append([f"passes/step ({reference})", *(f"{value:.2f}" for value in passes)])
     return lines
+
+
+def _change(values: NDArray[np.float64], reference: Sequence[float]) -> str:
+    """Mean change in % against the reference, seed by seed, and its range."""
+    change = 100 * (values / reference - 1)
+    spread = f" ({change.min():+.1f}..{change.max():+.1f})" if len(change) > 1 else ""
+    return f"{change.mean():+.1f} %{spread}"

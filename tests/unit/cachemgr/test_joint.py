@@ -82,3 +82,17 @@ def test_matrix_of_the_command(tmp_path, capsys):
     assert lines[1].split() == ["lrfu,", "slots", "3", "8"]
     assert lines[2].startswith("jsq (loads/token)")
     assert " % (" in lines[3]
+    command += ["--policies", "lrfu", "--load-time", "2"]
+    assert main([*command, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["lrfu"]
+    for routing in ("jsq", "band"):
+        few, many = figures[routing]["3"], figures[routing]["8"]
+        assert np.less(many["loads_per_token"], few["loads_per_token"]).all()
+        assert np.less(many["tpot_p50"], few["tpot_p50"]).all()
+        assert np.greater(many["tokens_per_time"], few["tokens_per_time"]).all()
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("cache policy lrfu, 2 a load")
+    assert main([*command, "--policies", "min"]) == 2
+    assert "min" in capsys.readouterr().err
+    assert main([*command, "--policies", "lru,lrfu"]) == 2
+    assert "one cache policy" in capsys.readouterr().err
