@@ -4,7 +4,8 @@ A file holds the bytes of every expert in the form that the kernel wants, so tha
 copy per tensor. It is written beside its final name and renamed, so it is there whole or not at
 all; each tensor carries a SHA-256, which is compared when the file is opened and with the weights
 that the engine has loaded. Mapped pages are clean: the operating system may drop them, so the
-experts of a model may be larger than RAM.
+experts of a model may be larger than RAM. The header names the checkpoint that the weights came
+from (`cachemgr.checkpoint`): while that is the same, they need not be loaded again.
 
 Format: magic, length and SHA-256 of the header, header (JSON, fixed length), then one page-aligned
 block of `E` experts for each layer and tensor.
@@ -19,8 +20,10 @@ import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +33,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MAGIC = b"ELDREXP\x01"
 _PREAMBLE = struct.Struct("<8sQ32s")  # magic, bytes of the header, SHA-256 of the header
 _PAGE = 4096
@@ -67,9 +70,10 @@ class StoreKey:
 
     Attributes:
         fingerprint: of the model folder (`app.model_facts`).
-        layout: kernel that the bytes are packed for, and the rank's share of each expert.
+        layout: kernel that the bytes are packed for, its element type, and the rank's share of
+            each expert.
         num_experts: E.
-        tensors_L: tensors of each layer.
+        tensors_L: tensors of each layer; not in the file's name, as packing decides them.
     """
 
     fingerprint: str
@@ -79,8 +83,8 @@ class StoreKey:
 
     @property
     def file_name(self) -> str:
-        """Name that differs between keys, so that several models share one folder."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """Name of the file of this model, kernel and share; known before a weight is loaded."""
+        text = json.dumps([self.layout, self.num_experts])
         return f"{self.fingerprint}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.experts"
 
     @property
@@ -124,7 +128,8 @@ class ExpertStore:
                 f"{path} has {found} bytes instead of {size}: it was cut short or changed; "
                 "delete it, and it is written again at the next start"
             )
-        store = cls(path, header, np.memmap(path, dtype=np.uint8, mode="r"))
+        mapped = np.memmap(path, dtype=np.uint8, mode="r")
+        store = cls(path, header, mapped)
         for layer, of_layer in enumerate(store._blocks):
             for name, data_EN in of_layer.items():
                 if digest(data_EN) != header["sha256_L"][layer][name]:
@@ -133,23 +138,25 @@ class ExpertStore:
                         "checksum it was written with; delete it, and it is written again at the "
                         "next start"
                     )
+        # Checked pages count as this process's memory, by which vLLM sizes its KV cache.
+        mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
         return store
 
     def tensor(self, layer: int, name: str) -> Bytes:
         """All experts of one tensor: uint8, shape (E, N), read-only."""
         return self._blocks[layer][name]
 
-    def check_same(self, layer: int, name: str, data_EN: Bytes) -> None:
-        """Compare with weights that were loaded from the model.
+    def check_same(self, layer: int, name: str, sha256: str) -> None:
+        """Compare with the `digest` of weights that were loaded from the model.
 
         Raises:
-            StoreError: they differ, so the model was trained again since the file was written.
+            StoreError: they differ: the model was trained again, or vLLM packs in another way.
         """
-        if digest(data_EN) != self._digests[layer][name]:
+        if sha256 != self._digests[layer][name]:
             raise StoreError(
                 f"{self.path} holds other weights than the model ({name} of MoE layer {layer}): "
-                "the model has changed since; delete the file, and it is written again at the "
-                "next start"
+                "the model, or the form that vLLM's kernel wants, has changed since; delete the "
+                "file, and it is written again at the next start"
             )
 
 
@@ -164,6 +171,7 @@ class StoreWriter:
         self._header = {
             "format_version": FORMAT_VERSION,
             **asdict(key),
+            "checkpoint": _NO_DIGEST,
             "sha256_L": [{spec.name: _NO_DIGEST for spec in specs} for specs in key.tensors_L],
         }
         self._offsets, self._size = _offsets(key, _data_start(self._header))
@@ -174,17 +182,17 @@ class StoreWriter:
         self._fd = -1
 
     def __enter__(self) -> Self:
-        """Reserve the file's space.
+        """Make the file; its space is taken layer by layer, as the engine frees it (`scratch`).
 
         Raises:
-            StoreError: the folder cannot be written or has too little space.
+            StoreError: the folder cannot be written.
         """
         with self._explained():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(self.path)
             self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
             try:
-                os.posix_fallocate(self._fd, 0, self._size)
+                os.truncate(self._fd, self._size)
             except BaseException:
                 self._discard()
                 raise
@@ -217,14 +225,18 @@ class StoreWriter:
         self._header["sha256_L"][layer][name] = digest(data_EN)  # type: ignore[index]
         self._missing.discard((layer, name))
 
-    def commit(self) -> None:
+    def commit(self, checkpoint: str | None = None) -> None:
         """Write the header, flush, and rename to the final name.
+
+        Args:
+            checkpoint: SHA-256 of the checkpoint that the weights came from, in hex; None: unknown.
 
         Raises:
             StoreError: a tensor was not written, or the disk failed.
         """
         if self._missing:
             raise StoreError(f"{self.path}: {len(self._missing)} tensors were not written")
+        self._header["checkpoint"] = checkpoint or _NO_DIGEST
         text = _encode(self._header)
         preamble = _PREAMBLE.pack(_MAGIC, len(text), hashlib.sha256(text).digest())
         with self._explained():
@@ -238,21 +250,34 @@ class StoreWriter:
             self._fd = -1
         self._temporary.unlink(missing_ok=True)
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as err:
-            gib = self._size / 2**30
-            reason = (
-                "the disk is full"
-                if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                else err.strerror or str(err)
-            )
-            raise StoreError(
-                f"cannot write the expert store {self.path}, which needs {gib:.2f} GiB: {reason}; "
-                "free space there or set cache.store_dir to another folder"
-            ) from err
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        return _explained(f"the expert store {self.path}", self._size)
+
+
+def stored_checkpoint(path: Path) -> str | None:
+    """SHA-256 of the checkpoint that a store file was written from; None: not known.
+
+    Raises:
+        StoreError: the file is no expert store, or its header is damaged.
+    """
+    found = str(_read_header(path)["checkpoint"])
+    return None if found == _NO_DIGEST else found
+
+
+def scratch(folder: Path, nbytes: int) -> mmap.mmap:
+    """Memory that the system may write out instead of keeping: a mapped file without a name.
+
+    The file's space is reserved, so a full disk is told here. It is gone when the memory is freed,
+    or with the process.
+
+    Raises:
+        StoreError: the folder cannot be written or has too little space.
+    """
+    with _explained(f"weights to the folder {folder} while the model is loaded", nbytes):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return mmap.mmap(file.fileno(), nbytes)
 
 
 @contextlib.contextmanager
@@ -275,6 +300,22 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _explained(what: str, nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as err:
+        reason = (
+            "the disk is full"
+            if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            else err.strerror or str(err)
+        )
+        raise StoreError(
+            f"cannot write {what}, which needs {nbytes / 2**30:.2f} GiB: {reason}; "
+            "free space there or set cache.store_dir to another folder"
+        ) from err
 
 
 def _offsets(key: StoreKey, start: int) -> tuple[list[dict[str, tuple[int, int]]], int]:
@@ -318,6 +359,11 @@ def _read_header(path: Path) -> dict[str, Any]:
             "written again at the next start"
         )
     header: dict[str, Any] = json.loads(text)
+    if header["format_version"] != FORMAT_VERSION:
+        raise StoreError(
+            f"{path} has format {header['format_version']} instead of {FORMAT_VERSION}: delete it, "
+            "and it is written again at the next start"
+        )
     return header
 
 

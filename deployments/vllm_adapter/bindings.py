@@ -67,9 +67,21 @@ CACHE_BINDINGS: tuple[Binding, ...] = (
     Binding(f"{_MOE}.router.fused_moe_router", "FusedMoERouter.select_experts", "native gate"),
     Binding(
         f"{_MOE}.unquantized_fused_moe_method",
-        "UnquantizedFusedMoEMethod",
+        "UnquantizedFusedMoEMethod.is_monolithic",
         "expert cache: kernels it can serve",
     ),
+    Binding(
+        f"{_MOE}.unquantized_fused_moe_method",
+        "UnquantizedFusedMoEMethod.create_weights",
+        "expert cache: experts in files while they are loaded",
+    ),
+    Binding(
+        f"{_MOE}.unquantized_fused_moe_method",
+        "UnquantizedFusedMoEMethod.process_weights_after_loading",
+        "expert cache: experts to the store layer by layer",
+    ),
+    Binding(f"{_MOE}.routed_experts", "RoutedExperts.use_ep", "expert cache: a rank's experts"),
+    Binding(f"{_MOE}.routed_experts", "RoutedExperts.expert_map", "expert cache: a rank's experts"),
     Binding("vllm.v1.worker.gpu_worker", "Worker.load_model", "expert cache: after loading"),
 )
 

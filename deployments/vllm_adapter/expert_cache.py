@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,6 @@ from cachemgr.placement_plan import PlacementPlan
 from cachemgr.policies import ExpertCache, make_retention
 from cachemgr.scores import Scores, load_learned, load_scores
 from cachemgr.settings import SETTINGS_KEY, CacheSettings
-from cachemgr.store import ExpertStore, StoreKey, StoreWriter, TensorSpec, locked
 from cachemgr.types import BoolArray
 from deployments.vllm_adapter.bindings import (
     CACHE_BINDINGS,
@@ -55,9 +53,9 @@ logger = logging.getLogger(__name__)
 Source = dict[str, torch.Tensor | Sequence[torch.Tensor]]  # of one layer: its E experts by name
 Router = Callable[[torch.Tensor], torch.Tensor]  # hidden states [T, H] to logits [T, E]
 
-_SCORED_BY_FILE = ("static", *_SCORED_BY_GATE)
-_WEIGHTS = (W13, W2)
+WEIGHTS = (W13, W2)
 _SCORED_BY_GATE = ("temporal", "spatio")
+_SCORED_BY_FILE = ("static", *_SCORED_BY_GATE)
 
 
 def settings_of(vllm_config: VllmConfig) -> CacheSettings | None:
@@ -83,18 +81,25 @@ def moe_runners(vllm_config: VllmConfig) -> list[Any]:
     return sorted(runners, key=lambda runner: int(runner.layer_id))
 
 
-def install(vllm_config: VllmConfig, settings: CacheSettings) -> InstalledCache:
-    """Move the experts of a loaded model to the store and leave B slots of each layer.
+def install(
+    vllm_config: VllmConfig, settings: CacheSettings, source: Sequence[Source] = ()
+) -> InstalledCache:
+    """Leave B slots of each MoE layer of a loaded model.
+
+    Args:
+        vllm_config: of the engine.
+        settings: of the cache.
+        source: experts of each layer that `expert_loading` has mapped; none on a GPU, where they
+            are moved to pinned memory.
 
     Raises:
         IncompatibleVllm: the model's experts cannot be cached.
         ValueError: the settings do not fit the model.
-        StoreError: the store cannot be written, or holds something else.
     """
     check_bindings(CACHE_BINDINGS)
     runners = moe_runners(vllm_config)
-    _check_supported(vllm_config, runners)
-    installed = InstalledCache(vllm_config, runners, settings)
+    check_supported(vllm_config, runners)
+    installed = InstalledCache(vllm_config, runners, settings, source or pinned_source(runners))
     for runner in runners:
         runner.eldr_cache = installed
     _return_free_memory()
@@ -114,12 +119,16 @@ class InstalledCache:
     """The expert cache of one worker: store, slots and the wrappers in the model's layers."""
 
     def __init__(
-        self, vllm_config: VllmConfig, runners: Sequence[Any], settings: CacheSettings
+        self,
+        vllm_config: VllmConfig,
+        runners: Sequence[Any],
+        settings: CacheSettings,
+        source: Sequence[Source],
     ) -> None:
         self._runners, self.settings = runners, settings
         self.device: torch.device = runners[0].routed_experts.w13_weight.device
         self.num_experts: int = runners[0].moe_config.num_experts
-        self._share = ExpertShare.of(runners[0])
+        self._share = ExpertShare.of(runners[0].routed_experts)
         self._top_k: int = runners[0].moe_config.experts_per_token
         fingerprint = model_fingerprint(vllm_config)
         self._load_scores = functools.partial(
@@ -129,6 +138,12 @@ class InstalledCache:
             num_experts=self.num_experts,
             hidden_size=int(runners[0].moe_config.hidden_dim),
         )
+        self._load_learned = functools.partial(
+            load_learned,
+            fingerprint=fingerprint,
+            num_layers=len(runners),
+            num_experts=self.num_experts,
+        )
         self._load_owned = functools.partial(
             owned_experts, self._share, fingerprint, len(runners), self.num_experts
         )
@@ -136,17 +151,7 @@ class InstalledCache:
         cache, scoring = self._make_policy(settings, owned_LE)
         self.full_bytes = sum(t.nbytes for r in runners for t in _weights(r).values())
         self.expert_bytes = sum(t[0].nbytes for t in _weights(runners[0]).values())
-        self._source = (
-            pinned_source(runners)
-        self._load_learned = functools.partial(
-            load_learned,
-            fingerprint=fingerprint,
-            num_layers=len(runners),
-            num_experts=self.num_experts,
-        )
-            if self.device.type == "cuda"
-            else mapped_source(vllm_config, runners, settings, fingerprint, self._share)
-        )
+        self._source = source
         copier: Copier = CudaCopier(self.device) if self.device.type == "cuda" else HostCopier()
         self.runtime = SlotRuntime(
             cache,
@@ -190,12 +195,12 @@ class InstalledCache:
             self.num_experts,
             lambda_=settings.lrfu_lambda,
             hotness_RE=scores.hotness_LE,
+            table=table,
         )
         num_owned = self.num_experts if owned_LE is None else int(owned_LE.sum(axis=1).max())
         cache = ExpertCache(
             num_layers,
             self.num_experts,
-            table=table,
             settings.capacity(num_owned),
             self._top_k,
             retention,
@@ -302,27 +307,24 @@ class ExpertShare:
     num_local: int
 
     @classmethod
-    def of(cls, runner: Any) -> Self:
-        """Of one layer, which stands for all.
+    def of(cls, experts: Any) -> Self:
+        """Of one layer's experts, which stand for all.
 
         Raises:
             IncompatibleVllm: experts are not split evenly in runs.
         """
-        num_local = runner.routed_experts.w13_weight.shape[0]
-        if not runner.routed_experts.use_ep:
+        num_local, num_experts = experts.local_num_experts, experts.moe_config.num_experts
+        if not experts.use_ep:
             return cls(0, 1, num_local)
-        parallel = runner.moe_config.moe_parallel_config
+        parallel = experts.moe_config.moe_parallel_config
         share = cls(parallel.ep_rank, parallel.ep_size, num_local)
         first = share.rank * num_local
-        local = (runner.routed_experts.expert_map >= 0).nonzero().flatten().tolist()
-        if (
-            local != list(range(first, first + num_local))
-            or num_local * share.size != runner.moe_config.num_experts
-        ):
+        local = (experts.expert_map >= 0).nonzero().flatten().tolist()
+        if local != list(range(first, first + num_local)) or num_local * share.size != num_experts:
             raise IncompatibleVllm(
                 "the expert cache needs experts that are split evenly and in order over the ranks: "
                 "set expert_placement_strategy linear and a number of ranks that divides "
-                f"{runner.moe_config.num_experts}"
+                f"{num_experts}"
             )
         return share
 
@@ -348,7 +350,7 @@ def owned_experts(
     """
     if share.size == 1:
         if placement is not None:
-            raise ValueError("cache.placement is for experts on several ranks, this engine has one")
+            raise ValueError("placement.plan is for experts on several ranks, this engine has one")
         return None
     rank_LE = np.tile(np.arange(num_experts) // share.num_local, (num_layers, 1))
     if placement is not None:
@@ -360,59 +362,6 @@ def owned_experts(
     return owned_LE
 
 
-def mapped_source(
-    vllm_config: VllmConfig,
-    runners: Sequence[Any],
-    settings: CacheSettings,
-    fingerprint: str,
-    share: ExpertShare,
-) -> list[Source]:
-    """Experts in memory-mapped files; that of this rank is written if it is not there.
-
-    With expert parallelism a rank maps the files of all ranks, so that it may compute any expert.
-    """
-    parallel = vllm_config.parallel_config
-    fused = runners[0]._quant_method.moe_kernel.impl.fused_experts
-    tensors_L = tuple(
-        tuple(_spec(name, tensor) for name, tensor in _weights(runner).items())
-        for runner in runners
-    )
-
-    def key(rank: int) -> StoreKey:
-        part = f"experts {rank} of {share.size}" if share.size > 1 else "all experts"
-        if share.size == 1 and parallel.world_size > 1:
-            part = f"rank {parallel.rank} of {parallel.world_size}"
-        layout = f"{type(fused).__name__} {part}"
-        return StoreKey(fingerprint, layout, share.num_local, tensors_L)
-
-    own = key(share.rank)
-    path = Path(settings.store_dir) / own.file_name
-    with locked(path):
-        if not path.exists():
-            with StoreWriter(path, own) as writer:
-                for layer, runner in enumerate(runners):
-                    for name, tensor in _weights(runner).items():
-                        writer.write(layer, name, _bytes(tensor))
-                writer.commit()
-    if share.size > 1:
-        from vllm.distributed import get_ep_group
-
-        get_ep_group().barrier()  # the other ranks' files are there
-    stores = [
-        ExpertStore.open(path.with_name(key(rank).file_name), key(rank))
-        for rank in range(share.size)
-    ]
-    result = []
-    for layer, runner in enumerate(runners):
-        source: Source = {}
-        for name, tensor in _weights(runner).items():
-            stores[share.rank].check_same(layer, name, _bytes(tensor))
-            parts = [_as_tensor(store.tensor(layer, name), tensor) for store in stores]
-            source[name] = parts[0] if len(parts) == 1 else [e for part in parts for e in part]
-        result.append(source)
-    return result
-
-
 def pinned_source(runners: Sequence[Any]) -> list[Source]:
     """Experts in pinned host memory, which a GPU copies from by itself. Not run: no GPU here."""
     return [
@@ -422,29 +371,7 @@ def pinned_source(runners: Sequence[Any]) -> list[Source]:
 
 
 def _weights(runner: Any) -> Tensors:
-    return {name: getattr(runner.routed_experts, name).data for name in _WEIGHTS}
-
-
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(
-        name=name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape[1:]),
-        nbytes=tensor[0].nbytes,
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A tensor's experts as bytes, shape (E, N)."""
-    return tensor.contiguous().view(torch.uint8).reshape(tensor.shape[0], -1).numpy()
-
-
-def _as_tensor(data_EN: np.ndarray[Any, np.dtype[np.uint8]], like: torch.Tensor) -> torch.Tensor:
-    with warnings.catch_warnings():
-        # torch warns that it could write to what is mapped read-only; nothing here does.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat = torch.from_numpy(data_EN)
-    return flat.view(like.dtype).reshape(like.shape)
+    return {name: getattr(runner.routed_experts, name).data for name in WEIGHTS}
 
 
 def _wrap(runtime: SlotRuntime, layer: int, runner: Any) -> None:
@@ -568,7 +495,7 @@ def _gate_logits(gate: Any) -> Router:
     return logits
 
 
-def _check_supported(vllm_config: VllmConfig, runners: Sequence[Any]) -> None:
+def check_supported(vllm_config: VllmConfig, runners: Sequence[Any]) -> None:
     """Refuse models and engine settings whose experts the slots cannot stand for."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
@@ -582,15 +509,18 @@ def _check_supported(vllm_config: VllmConfig, runners: Sequence[Any]) -> None:
         name = runner.layer_name
         if not isinstance(method, UnquantizedFusedMoEMethod):
             problems.append(f"{name} is quantized ({type(method).__name__})")
-        elif method.moe_kernel is None or method.moe_kernel.is_monolithic:
+        elif method.experts_cls is None or method.is_monolithic:
             problems.append(f"{name} has a kernel that routes by itself")
         elif runner.moe_config.has_bias:
             problems.append(f"the experts of {name} have biases")
         elif runner.router.eplb_state is not None and vllm_config.parallel_config.enable_eplb:
             problems.append("EPLB moves experts itself")
-        elif experts.w13_weight.shape[0] != runner.moe_config.num_experts and not experts.use_ep:
+        elif experts.local_num_experts != runner.moe_config.num_experts and not experts.use_ep:
             problems.append(f"{name} has redundant experts")
-    shapes = {tuple(r.routed_experts.w13_weight.shape) for r in runners}
+    shapes = {
+        (e.local_num_experts, e.hidden_size, e.intermediate_size_per_partition)
+        for e in (runner.routed_experts for runner in runners)
+    }
     if len(shapes) > 1:
         problems.append(f"MoE layers differ in shape ({sorted(shapes)})")
     if vllm_config.parallel_config.data_parallel_size > 1:
