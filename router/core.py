@@ -93,9 +93,11 @@ class RoutingCore:
         self._centroid_K: IntArray = np.empty(0, dtype=np.int64)
         self._foreign_K: IntArray = np.empty(0, dtype=np.int64)
         self._reported_at_K = np.empty(0)
+        self._last_foreign_at = -math.inf
         self._joined_at_K = np.empty(0)
         self._last_joined_at = -math.inf
-        # Mean signature of what runs on each replica, for policies that follow the batch.
+        # Mean signature of what runs on each replica, for policies that follow the batch; NaN for
+        # a replica without one, so that scores come out as NaN.
         self._running_KD: Float32Array = np.empty((0, 0), dtype=np.float32)
         self._has_running_K = np.empty(0, dtype=np.bool_)
         self.set_artifact(artifact)
@@ -163,11 +165,7 @@ class RoutingCore:
         """
         if len(set(replica_ids)) != len(replica_ids):
             raise ValueError(f"replica ids must be distinct, got {list(replica_ids)}")
-        dropped: list[str] = []
-        for gone in set(self._ids).difference(replica_ids):
-            dropped += self.ledger.remove_replica(gone)
-        for replica_id in replica_ids:
-            self.ledger.add_replica(replica_id)
+        dropped = self.ledger.set_replicas(replica_ids)
         self._counters["dropped_reservations"] += len(dropped)
         assignment = self.assignment
         taken = {assignment[i] for i in replica_ids if i in assignment}
@@ -382,6 +380,8 @@ class RoutingCore:
             return False
         self._foreign_K[k] = max(0, num_requests - self.ledger.load(replica_id))
         self._reported_at_K[k] = now
+        if self._foreign_K[k]:
+            self._last_foreign_at = now
         return True
 
     def loads(self, now: float) -> IntArray:
@@ -390,8 +390,10 @@ class RoutingCore:
         Others' are what an engine reported beyond our own reservations at that moment: a report is
         up to a heartbeat old, and taken as it is it would count our own finished requests.
         """
+        if now - self._last_foreign_at > self.max_report_age_s:
+            return self.ledger.loads()
         is_recent_K = now - self._reported_at_K <= self.max_report_age_s
-        return self.ledger.loads(self._ids) + self._foreign_K * is_recent_K
+        return self.ledger.loads() + self._foreign_K * is_recent_K
 
     def _ramped(self, loads_K: IntArray, now: float) -> IntArray:
         """Loads as policies see them: a replica that has just joined counts as if it held more.
@@ -468,6 +470,7 @@ class RoutingCore:
                 f"router snapshot disagrees on replicas: assignment has {sorted(assignment)}, "
                 f"ledger has {sorted(ledger.replica_ids)}"
             )
+        ledger.set_replicas(list(assignment))
         self.ledger = ledger
         self._lay_out(list(assignment), assignment)
 
@@ -502,7 +505,7 @@ class RoutingCore:
         self._running_KD = np.empty((len(kept_K), num_dims), dtype=np.float32)
         if is_kept_K.any():  # else the old ones may be of another length
             np.take(running_KD, kept, axis=0, out=self._running_KD, mode="clip")
-        self._running_KD[~is_kept_K] = 0.0
+        self._running_KD[~is_kept_K] = np.nan
         self._running_KD[is_new_K] = self._centroids_CD[self._centroid_K[is_new_K]]
         self._has_running_K = is_kept_K | is_new_K
 
@@ -540,7 +543,6 @@ class RoutingCore:
         """Similarity to each replica's centroid or batch, shape (K,); NaN where there is none."""
         if self.policy.follows_batch:
             scores_K: Float32Array = self._running_KD @ signature_D
-            scores_K[~self._has_running_K] = np.nan
             self._note_running(scores_K)
             return scores_K
         scores_C = np.dot(self._centroids_CD, signature_D, out=self._scores_C[:-1])
@@ -562,7 +564,6 @@ class RoutingCore:
         signatures_BD = np.stack(list(signatures.values()))
         if self.policy.follows_batch:
             scores_BK: Float32Array = signatures_BD @ self._running_KD.T
-            scores_BK[:, ~self._has_running_K] = np.nan
             for scores_K in scores_BK:
                 self._note_running(scores_K)
             return scores_BK, signatures_BD @ signatures_BD.T, rows
@@ -587,15 +588,20 @@ class RoutingCore:
             self._has_running_K[k] = True
             return 1.0
         rate = 1.0 / (BATCH_PRIOR + self.ledger.load(self._ids[k]))
-        running_D += np.float32(rate) * (signature_D - running_D)
+        change_D = signature_D - running_D
+        change_D *= np.float32(rate)
+        running_D += change_D
         return rate
 
     def _note_running(self, scores_K: Float32Array) -> None:
         """Note which replica's batch a request is nearest to, as if it were its centroid."""
-        best = float(np.fmax.reduce(scores_K))
+        nearest = int(scores_K.argmax())  # the first NaN, if there is one
+        best = float(scores_K[nearest])
         if best != best:
-            return  # NaN only: no replica has anything to compare with
-        nearest = int((scores_K == np.float32(best)).argmax())
+            if np.isnan(scores_K).all():
+                return  # no replica has anything to compare with
+            nearest = int(np.nanargmax(scores_K))
+            best = float(scores_K[nearest])
         self._counters["scored"] += 1
         self._best_similarity_sum += best
         centroid = int(self._centroid_K[nearest])

@@ -6,6 +6,7 @@ chosen at the same moment from all going to the same idle replica.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +18,15 @@ from router.types import IntArray
 class LoadLedger:
     """Owns the reservations of one router; used from one thread or event loop.
 
-    Every operation on one request is O(1). A load is the size of the replica's own set of
-    requests, so it cannot become negative.
+    Every operation on one request is O(1). A load falls only when a reservation of that replica is
+    taken out, so it cannot become negative.
+
+    Axes: K replicas.
     """
 
     def __init__(self) -> None:
-        self._requests: dict[str, set[str]] = {}
+        self._index: dict[str, int] = {}
+        self._loads_K: IntArray = np.empty(0, dtype=np.int64)
         self._reservations: dict[str, tuple[str, float]] = {}  # oldest first
         self.num_unknown_releases = 0
 
@@ -35,16 +39,25 @@ class LoadLedger:
 
     @property
     def replica_ids(self) -> list[str]:
-        """Known replicas, in the order they were added."""
-        return list(self._requests)
+        """Known replicas, in the order given to `set_replicas`."""
+        return list(self._index)
 
-    def add_replica(self, replica_id: str) -> None:
-        """Start counting for a replica; nothing changes if it is known."""
-        self._requests.setdefault(replica_id, set())
+    def set_replicas(self, replica_ids: Sequence[str]) -> list[str]:
+        """Change the replicas; those that stay keep their reservations.
 
-    def remove_replica(self, replica_id: str) -> list[str]:
-        """Forget a replica and its reservations; returns the requests that lost theirs."""
-        dropped = sorted(self._requests.pop(replica_id, ()))
+        Args:
+            replica_ids: the new replicas, distinct, in order.
+
+        Returns:
+            Requests whose reservations went with a removed replica.
+        """
+        loads = [self.load(i) if i in self._index else 0 for i in replica_ids]
+        removed = self._index.keys() - set(replica_ids)
+        self._index = {replica_id: k for k, replica_id in enumerate(replica_ids)}
+        self._loads_K = np.array(loads, dtype=np.int64)
+        if not removed:
+            return []
+        dropped = sorted(i for i, (holder, _) in self._reservations.items() if holder in removed)
         for request_id in dropped:
             del self._reservations[request_id]
         return dropped
@@ -54,7 +67,7 @@ class LoadLedger:
 
         Args:
             request_id: key for `release`.
-            replica_id: a replica that was added.
+            replica_id: a known replica.
             now: time of the reservation, seconds; must not run backwards between calls.
 
         Raises:
@@ -66,7 +79,7 @@ class LoadLedger:
                 f"request {request_id!r} already holds a reservation on {holder!r}: release it "
                 "before reserving again"
             )
-        self._known(replica_id).add(request_id)
+        self._loads_K[self._position(replica_id)] += 1
         self._reservations[request_id] = (replica_id, now)
 
     def release(self, request_id: str) -> bool:
@@ -80,19 +93,16 @@ class LoadLedger:
         if reservation is None:
             self.num_unknown_releases += 1
             return False
-        self._requests[reservation[0]].remove(request_id)
+        self._loads_K[self._index[reservation[0]]] -= 1
         return True
 
     def load(self, replica_id: str) -> int:
         """Requests in flight at a replica; ValueError if it is unknown."""
-        return len(self._known(replica_id))
+        return int(self._loads_K[self._position(replica_id)])
 
-    def loads(self, replica_ids: Sequence[str]) -> IntArray:
-        """Requests in flight at each of the replicas; int64, in their order."""
-        requests = self._requests
-        return np.fromiter(
-            (len(requests[replica_id]) for replica_id in replica_ids), np.int64, len(replica_ids)
-        )
+    def loads(self) -> IntArray:
+        """Requests in flight at each replica, in order; a copy, int64, shape (K,)."""
+        return self._loads_K.copy()
 
     def expire(self, now: float, max_age_s: float) -> list[str]:
         """End reservations older than `max_age_s` seconds; returns their requests, oldest first.
@@ -115,21 +125,19 @@ class LoadLedger:
         Raises:
             RuntimeError: they disagree; the message holds both numbers.
         """
-        held: dict[str, int] = dict.fromkeys(self._requests, 0)
-        for replica_id, _ in self._reservations.values():
-            held[replica_id] = held.get(replica_id, 0) + 1
-        for replica_id, reservations in held.items():
-            load = len(self._requests.get(replica_id, ()))
-            if load != reservations:
+        held = Counter(replica_id for replica_id, _ in self._reservations.values())
+        for replica_id in {**self._index, **held}:
+            load = self.load(replica_id) if replica_id in self._index else 0
+            if load != held[replica_id]:
                 raise RuntimeError(
                     f"ledger disagrees on replica {replica_id!r}: load {load}, "
-                    f"reservations {reservations}, all reservations {len(self._reservations)}"
+                    f"reservations {held[replica_id]}, all reservations {len(self._reservations)}"
                 )
 
     def snapshot(self) -> dict[str, Any]:
         """Plain dict for `restore`; JSON-able, oldest reservation first."""
         return {
-            "replicas": list(self._requests),
+            "replicas": self.replica_ids,
             "reservations": [
                 [request_id, replica_id, reserved_at]
                 for request_id, (replica_id, reserved_at) in self._reservations.items()
@@ -145,8 +153,7 @@ class LoadLedger:
         """
         fresh = LoadLedger()
         try:
-            for replica_id in snapshot["replicas"]:
-                fresh.add_replica(replica_id)
+            fresh.set_replicas(snapshot["replicas"])
             for request_id, replica_id, reserved_at in snapshot["reservations"]:
                 fresh.reserve(request_id, replica_id, float(reserved_at))
             fresh.num_unknown_releases = int(snapshot["num_unknown_releases"])
@@ -154,11 +161,11 @@ class LoadLedger:
             raise ValueError(f"ledger snapshot is malformed: {err!r}") from err
         self.__dict__.update(fresh.__dict__)
 
-    def _known(self, replica_id: str) -> set[str]:
+    def _position(self, replica_id: str) -> int:
         try:
-            return self._requests[replica_id]
+            return self._index[replica_id]
         except KeyError:
-            known = ", ".join(self._requests) or "none"
+            known = ", ".join(self._index) or "none"
             raise ValueError(
-                f"unknown replica {replica_id!r} (known: {known}): call add_replica first"
+                f"unknown replica {replica_id!r} (known: {known}): give it to set_replicas first"
             ) from None

@@ -30,7 +30,6 @@ class StepTotals:
     token_distinct: float = 0.0
     """Distinct experts of a step times its requests: what a token meets, not what a step does."""
     loads: float = 0.0
-    busy_s: float = 0.0
 
     def minus(self, earlier: StepTotals) -> StepTotals:
         """What came since an earlier copy."""
@@ -216,4 +215,3 @@ class DecodeReplica:
         totals.distinct += run * self.distinct
         totals.token_distinct += run * len(self._batch) * self.distinct
         totals.loads += run * self._loads
-        totals.busy_s += run * self._step_s

@@ -31,7 +31,7 @@ from calibration.transforms import (
 from router.core import NO_CENTROID, RoutingCore
 from router.policy import Policy, make_policy
 from router.refit import RefitJob, RefitReason, run_refit
-from router.types import CountArray, FallbackReason, IntArray, Selection
+from router.types import CountArray, FallbackReason, Selection
 
 RECENT_REQUESTS = 1024
 FIT_SEED = 1
@@ -187,10 +187,6 @@ class PooledCore(RoutingCore):
         self._allowed(())  # raises NoReplica where the base class does
         loads_K = self._ramped(self.loads(now), now)
         return self._place(request_id, scores_K, None, loads_K, domain, None, now)
-
-    def loads(self, now: float) -> IntArray:
-        """See `RoutingCore.loads`; here no engine reports requests of others."""
-        return self.ledger.loads(self._ids)
 
     def change_pool(self, replica_ids: Sequence[str], now: float | None) -> list[str]:
         """`set_replicas`, and what the router service does with it.

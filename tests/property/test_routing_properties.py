@@ -80,20 +80,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = LoadLedger()
-        self.replicas: set[str] = set()
+        self.replicas: list[str] = []
         self.held: dict[str, tuple[str, int]] = {}
         self.now = 0
 
-    @rule(replica=st.sampled_from(REPLICAS))
-    def add(self, replica):
-        self.ledger.add_replica(replica)
-        self.replicas.add(replica)
-
-    @rule(replica=st.sampled_from(REPLICAS))
-    def remove(self, replica):
-        gone = sorted(r for r, (holder, _) in self.held.items() if holder == replica)
-        assert self.ledger.remove_replica(replica) == gone
-        self.replicas.discard(replica)
+    @rule(replicas=st.lists(st.sampled_from(REPLICAS), unique=True))
+    def set_replicas(self, replicas):
+        gone = sorted(r for r, (holder, _) in self.held.items() if holder not in replicas)
+        assert self.ledger.set_replicas(replicas) == gone
+        self.replicas = replicas
         for request in gone:
             del self.held[request]
 
@@ -128,9 +123,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def loads_agree(self):
         self.ledger.check_integrity()
-        for replica in self.replicas:
-            expected = sum(holder == replica for holder, _ in self.held.values())
-            assert self.ledger.load(replica) == expected >= 0
+        holders = [holder for holder, _ in self.held.values()]
+        expected = [holders.count(replica) for replica in self.replicas]
+        assert self.ledger.loads().tolist() == expected
+        assert [self.ledger.load(replica) for replica in self.replicas] == expected
 
     def teardown(self):
         for request in REQUESTS:
