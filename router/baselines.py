@@ -54,9 +54,10 @@ class RoundRobin:
         allowed: IntArray | None = None,
     ) -> Decision:
         """See `Policy.choose`."""
-        candidates = _candidates(loads_K, allowed)
-        position = int(np.searchsorted(candidates, self._next % len(loads_K)))
-        index = int(candidates[position % len(candidates)])
+        index = self._next % len(loads_K)
+        if allowed is not None:
+            position = int(np.searchsorted(allowed, index))
+            index = int(allowed[position % len(allowed)])
         self._next = index + 1
         return Decision(index)
 

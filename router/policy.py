@@ -172,25 +172,24 @@ class Soft:
             return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_SIGNATURE)
         scores = scores_K if allowed is None else scores_K[allowed]
         loads = loads_K if allowed is None else loads_K[allowed]
-        value = scores.astype(np.float64)
-        if math.isnan(value.sum()):
-            worst = np.fmin.reduce(value)
-            if worst != worst:
-                return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_CENTROID)
-            value[np.isnan(value)] = worst
-        total = int(loads.sum())
+        total = int(np.add.reduce(loads))
         mean = total / len(loads)
         # The mean itself would take the same from every replica.
-        value -= self._weight(max(mean, MIN_MEAN_LOAD)) * loads
+        cost = loads * self._weight(max(mean, MIN_MEAN_LOAD))
+        value = scores - cost
+        chosen = _best(value, loads)
+        if math.isnan(value[chosen]):
+            worst = np.fmin.reduce(scores)
+            if worst != worst:
+                return Decision(least_loaded(loads_K, allowed), None, FallbackReason.NO_CENTROID)
+            value = np.where(np.isnan(scores), worst, scores) - cost
+            chosen = _best(value, loads)
         if self.max_load < math.inf:
             after = (total + 1) / len(loads)
             limit = max(self.max_load * after, after + MIN_MEAN_LOAD)
-            if loads.max() + 1 > limit:
+            if loads[chosen] + 1 > limit:
                 value[loads + 1 > limit] = -math.inf  # never all: the least load is below the mean
-        chosen = int(value.argmax())
-        is_best = value == value[chosen]
-        if np.count_nonzero(is_best) > 1:
-            chosen = least_loaded(loads, np.flatnonzero(is_best))
+                chosen = _best(value, loads)
         return Decision(chosen if allowed is None else int(allowed[chosen]))
 
     def _weight(self, mean: float) -> float:
@@ -263,6 +262,15 @@ def make_policy(
     if name not in makers:
         raise ValueError(f"unknown routing policy {name!r}: use one of {', '.join(makers)}")
     return makers[name]()
+
+
+def _best(value: FloatArray, loads: IntArray) -> int:
+    """Index of the largest value, on ties of the smaller load, then the lowest; of a NaN if any."""
+    best = int(value.argmax())
+    is_best = value == value[best]
+    if np.count_nonzero(is_best) > 1:
+        return least_loaded(loads, np.flatnonzero(is_best))
+    return best
 
 
 def _outside_as_nan(scores_K: FloatArray, allowed: IntArray) -> FloatArray:

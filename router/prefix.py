@@ -55,18 +55,22 @@ class PrefixRing:
             NoReplica: the ring is empty, or all of it is excluded.
             ValueError: a replica has no entry in `loads`.
         """
-        candidates = [replica for replica in self.replica_ids if replica not in exclude]
+        candidates = self.replica_ids
+        if exclude:
+            candidates = [replica for replica in candidates if replica not in exclude]
         if not candidates:
             raise NoReplica(
                 f"no prefill replica may be chosen: {len(self.replica_ids)} known, all excluded"
                 if self.replica_ids
                 else "no prefill replica is known: wait for one to register"
             )
-        missing = [replica for replica in candidates if replica not in loads]
-        if missing:
-            raise ValueError(f"loads must name every prefill replica, missing {missing}")
+        try:
+            total = sum([loads[replica] for replica in candidates])
+        except KeyError:
+            missing = [replica for replica in candidates if replica not in loads]
+            raise ValueError(f"loads must name every prefill replica, missing {missing}") from None
         home = self._home(key, exclude)
-        mean = (sum(loads[replica] for replica in candidates) + 1) / len(candidates)
+        mean = (total + 1) / len(candidates)
         if loads[home] <= MAX_LOAD_RATIO * mean:
             return home
         return min(candidates, key=loads.__getitem__)
