@@ -270,10 +270,11 @@ class RouterConfig(_Section):
 
     lambda_: float | None = Field(default=None, ge=0, alias="lambda")
     """Weight of load against similarity, no unit; 0: similarity only; None: 0.5 in `soft`, 0.4 in
-    `live`."""
+    `live`, 0.2 there with an expert cache."""
 
-    max_load: float = Field(default=1.5, ge=1)
-    """Most load of a replica in policy `live`, as a multiple of the mean; 1.5 costs no locality."""
+    max_load: float | None = Field(default=None, ge=1)
+    """Most load of a replica in policy `live`, as a multiple of the mean; None: 1.5, which costs no
+    locality, 2 with an expert cache."""
 
     seed: int = Field(default=0, ge=0)
     """Seed of random choices and tie-breaks; fixed so that a run can be repeated."""

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from calibration.traces import RoutingTrace
 
 DEFAULT_POLICIES = "lru,lfu,lrfu,min"
-DEFAULT_REACH = 12  # training.REACH, without its imports
 
 
 def add_cli(subparsers: Any) -> Any:
@@ -51,7 +50,9 @@ def _add_train(commands: Any) -> None:
     )
     train.add_argument("--seed", type=int, default=1, help="seed of --held-out (default 1)")
     train.add_argument(
-        "--reach", type=int, help=f"layers to look at on each side (default {DEFAULT_REACH})"
+        "--reach",
+        type=int,
+        help="layers to look at on each side (default: those whose experts number at most 800)",
     )
     train.add_argument("--capacity", type=int, help="slots of the measurement (default: 2 x top-k)")
     train.add_argument("--json", action="store_true", help="print one JSON object")
@@ -236,6 +237,7 @@ def _joint(args: argparse.Namespace) -> int:
         num_warmup=0 if args.load_time == 0 else args.concurrency,
         law=StepTimeLaw(per_load=args.load_time),
         lambda_=args.routing_lambda,
+        caches_experts=True,
         **({} if args.requests is None else {"num_requests": args.requests}),
     )
     trace = load_trace(args.ids, args.meta, args.experts)

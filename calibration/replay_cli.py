@@ -61,9 +61,7 @@ def add_cli(subparsers: Any) -> None:
         type=float,
         help="load weight (default 0.5 in soft, 0.4 in live)",
     )
-    parser.add_argument(
-        "--max-load", type=float, default=1.5, help="load bound of live (default 1.5)"
-    )
+    parser.add_argument("--max-load", type=float, help="load bound of live (default 1.5)")
     parser.add_argument(
         "--draw",
         choices=("shuffle", "independent"),

@@ -52,7 +52,8 @@ class Settings:
         law: time of a decode step.
         tau: band width of `band`.
         lambda_: load weight of `soft` and `live`; None: what each has by itself.
-        max_load: load bound of `live`.
+        max_load: load bound of `live`; None: its own.
+        caches_experts: whether replicas load experts on demand; `live` has other defaults then.
         layers: layers of the signature.
         draw: "shuffle" serves every request once before any comes again; "independent" draws them
             with replacement, so that copies of one run at the same time.
@@ -70,7 +71,8 @@ class Settings:
     law: StepTimeLaw = field(default_factory=StepTimeLaw)
     tau: float = 0.1
     lambda_: float | None = None
-    max_load: float = 1.5
+    max_load: float | None = None
+    caches_experts: bool = False
     layers: LayerChoice = "all"
     draw: Literal["shuffle", "independent"] = "shuffle"
     start: Literal["spread", "together"] = "spread"
@@ -117,6 +119,7 @@ def run_one(
         tau=settings.tau,
         lambda_=settings.lambda_,
         max_load=settings.max_load,
+        caches_experts=settings.caches_experts,
         seed=seed,
         domain_replicas=artifact.domain_clusters,
     )

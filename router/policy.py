@@ -129,6 +129,9 @@ class Band:
         return Decision(least_loaded(loads_K, band), len(band))
 
 
+CACHED_LIVE = {"lambda_": 0.2, "max_load": 2.0}
+"""What `live` takes where decode replicas load experts: loads are most of a step there, and fuller,
+purer batches save more of them than they cost."""
 MIN_MEAN_LOAD = 1.0  # requests a replica; with less in flight, relative load means nothing
 FEW_REQUESTS = 4.0  # requests a replica; see `Live`
 
@@ -231,9 +234,10 @@ def make_policy(
     *,
     tau: float = 0.1,
     lambda_: float | None = None,
-    max_load: float = 1.5,
+    max_load: float | None = None,
     seed: int = 1,
     domain_replicas: Mapping[str, Sequence[int]] | None = None,
+    caches_experts: bool = False,
 ) -> Policy:
     """Build a policy from its name in the configuration.
 
@@ -241,14 +245,18 @@ def make_policy(
         name: one of random, rr, jsq, p2c, domain, band, soft, live.
         tau: band width of `band`.
         lambda_: load weight of `soft` and `live`; None: what each has by itself.
-        max_load: load bound of `live`, as a multiple of the mean.
+        max_load: load bound of `live`, as a multiple of the mean; None: its own.
         seed: seed of the random draws of random, jsq, p2c and domain.
         domain_replicas: replica indices per label, for `domain`.
+        caches_experts: whether decode replicas load experts on demand; `live` has other defaults
+            then.
 
     Raises:
         ValueError: the name is unknown, or a value the policy uses is out of range.
     """
     weight = {} if lambda_ is None else {"lambda_": lambda_}
+    bound = {} if max_load is None else {"max_load": max_load}
+    live = {**(CACHED_LIVE if caches_experts else {}), **weight, **bound}
     makers: dict[str, Callable[[], Policy]] = {
         "random": lambda: Random(np.random.default_rng(seed)),
         "rr": RoundRobin,
@@ -257,7 +265,7 @@ def make_policy(
         "domain": lambda: Domain(domain_replicas or {}, np.random.default_rng(seed)),
         "band": lambda: Band(tau),
         "soft": lambda: Soft(**weight),
-        "live": lambda: Live(**weight, max_load=max_load),
+        "live": lambda: Live(**live),
     }
     if name not in makers:
         raise ValueError(f"unknown routing policy {name!r}: use one of {', '.join(makers)}")

@@ -64,7 +64,8 @@ class RouterSettings:
     reservation_ttl_s: float
     ramp_s: float = 0.0
     refit: RefitSettings = field(default_factory=lambda: RefitSettings(when="never"))
-    max_load: float = 1.5
+    max_load: float | None = None
+    caches_experts: bool = False
 
 
 @dataclass(slots=True)
@@ -528,6 +529,7 @@ class RouterService:
             tau=self.settings.tau,
             lambda_=self.settings.lambda_,
             max_load=self.settings.max_load,
+            caches_experts=self.settings.caches_experts,
             seed=self.settings.seed,
             domain_replicas={d: ks for d, ks in domain_replicas.items() if ks},
         )

@@ -240,8 +240,8 @@ class RouterSection(_Section):
     lambda_: float | None = Field(default=None, ge=0, alias="lambda")
     """Weight of load against similarity; None: 0.5 in `soft`, 0.4 in `live`."""
 
-    max_load: float = Field(default=1.5, ge=1)
-    """Most load of a replica in policy `live`, as a multiple of the mean."""
+    max_load: float | None = Field(default=None, ge=1)
+    """Most load of a replica in policy `live`, as a multiple of the mean; None: 1.5."""
 
     signature: Literal["count_idf", "count", "sqrt_count", "binary", "oracle"] = "count_idf"
     """What a request is compared by; oracle: its decode profile, known beforehand."""

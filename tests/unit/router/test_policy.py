@@ -198,6 +198,16 @@ class TestLive:
         decision = Live(0.0, 1.5).choose(scores(1.0, 0.0, 0.5), loads(30, 0, 0), None, allowed)
         assert decision.index == 2
 
+    def test_cached_experts_change_defaults_and_nothing_that_is_set(self):
+        def made(**settings):
+            policy = make_policy("live", caches_experts=True, **settings)
+            return policy.lambda_, policy.max_load
+
+        plain = make_policy("live")
+        assert made() == (0.2, 2.0) != (plain.lambda_, plain.max_load) == (0.4, 1.5)
+        assert made(lambda_=0.7) == (0.7, 2.0)
+        assert made(max_load=1.2) == (0.2, 1.2)
+
     @pytest.mark.parametrize("max_load", [0.9, -1.0, NAN])
     def test_refuses_a_bound_below_the_mean(self, max_load):
         with pytest.raises(ValueError, match="max_load must be >= 1"):
