@@ -349,6 +349,28 @@ class PlacementConfig(_Section):
     max_age_s: float | None = Field(default=None, gt=0)
     """Seconds since a plan was made after which EPLB plans by itself again; None: never."""
 
+    managed: bool = False
+    """Lets each node's manager plan for its decode replicas, by the experts that their clusters are
+    expected to use and by those that they used; off, as moves cost time."""
+
+    folder: str = Field(default="~/.cache/eldr-serve/placement", min_length=1)
+    """Folder of the managers' plan files, one a replica; relative paths as for `plan`."""
+
+    interval_s: float = Field(default=30.0, gt=0)
+    """Seconds between two looks of a manager at a replica; 30 give some hundred steps to count."""
+
+    batch: int | None = Field(default=None, ge=1)
+    """Requests that decode in one step, for expected use; None: `decode.max_num_seqs`."""
+
+    move_price: float = Field(default=67.0, ge=0)
+    """Cost of moving an expert, in reads of one from device memory; 67 for an H200 on 400 Gb/s."""
+
+    horizon_steps: int = Field(default=3000, ge=1)
+    """Decode steps in which a move must pay; 3000 is the default of vLLM's EPLB between two."""
+
+    hysteresis: float = Field(default=1.5, ge=1)
+    """Least gain of moves, as a multiple of their cost; 1.5 leaves unchanged traffic alone."""
+
 
 class KvTransferConfig(_Section):
     """How KV blocks go from prefill to decode engines (NIXL)."""
@@ -511,7 +533,12 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
             model["path"] = str(folder.resolve())
     if isinstance(router, dict) and isinstance(given := router.get("artifact"), str) and given:
         router["artifact"] = str((base / os.path.expanduser(given)).resolve())
-    for name, key in (("cache", "store_dir"), ("cache", "score_file"), ("placement", "plan")):
+    for name, key in (
+        ("cache", "store_dir"),
+        ("cache", "score_file"),
+        ("placement", "plan"),
+        ("placement", "folder"),
+    ):
         # "~" stays: it is the home of whoever runs the engine.
         section = raw.get(name)
         if isinstance(section, dict) and isinstance(given := section.get(key), str):
@@ -678,14 +705,15 @@ def _placement_problems(config: EldrConfig) -> list[Problem]:
             "decode.engine_kwargs.enable_eplb"
         )
         problems.append(Problem("placement.max_age_s", text))
-    if placement.plan is None:
+    if placement.plan is None and not placement.managed:
         return problems
+    path = "placement.managed" if placement.managed else "placement.plan"
     if decode.num_expert_ranks < 2:
         text = (
             "is for experts on ranks: set enable_expert_parallel in decode.engine_kwargs and "
             "decode.tensor_parallel_size above 1, or remove it"
         )
-        problems.append(Problem("placement.plan", text))
+        problems.append(Problem(path, text))
     elif config.cache.enabled and config.device == "gpu":
         text = (
             "must be false for a placement plan on device gpu, where experts on ranks are not "
@@ -697,13 +725,33 @@ def _placement_problems(config: EldrConfig) -> list[Problem]:
             "cannot reach the decode engines: set decode.engine_kwargs.enable_eplb: true, or on "
             "CPUs cache.enabled: true"
         )
-        problems.append(Problem("placement.plan", text))
+        problems.append(Problem(path, text))
     if not config.model.is_local:
         text = (
             f"must be a model folder for a placement plan, which is checked against its "
             f"fingerprint, got {config.model.path}: download the model first"
         )
         problems.append(Problem("model.path", text))
+    return problems + (_managed_problems(config) if placement.managed else [])
+
+
+def _managed_problems(config: EldrConfig) -> list[Problem]:
+    problems = []
+    if config.placement.plan is not None:
+        text = "must be left out while placement.managed is true: managers make plans themselves"
+        problems.append(Problem("placement.plan", text))
+    if config.router.artifact is None:
+        text = (
+            "must be set for placement.managed, which plans for its clusters: fit one with "
+            "`eldr calibrate fit`"
+        )
+        problems.append(Problem("router.artifact", text))
+    if config.decode.num_expert_ranks > config.decode.tensor_parallel_size > 1:
+        text = (
+            "must be false with data_parallel_size in decode.engine_kwargs, where ranks decode "
+            "requests of their own: take a plan"
+        )
+        problems.append(Problem("placement.managed", text))
     return problems
 
 

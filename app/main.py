@@ -31,6 +31,28 @@ def router_settings(config: EldrConfig) -> Any:
     )
 
 
+def planner_settings(config: EldrConfig) -> Any:
+    """What nodes' managers need to plan expert placement; None where they do not."""
+    from cachemgr.migration import MigrationCost
+    from cachemgr.planner import PlannerSettings
+
+    placement, decode = config.placement, config.decode
+    if not placement.managed:
+        return None
+    assert config.router.artifact is not None
+    return PlannerSettings(
+        artifact=config.router.artifact,
+        folder=placement.folder,
+        num_ranks=decode.num_expert_ranks,
+        num_spare=decode.num_redundant_experts,
+        batch=placement.batch or decode.max_num_seqs,
+        interval_s=placement.interval_s,
+        cost=MigrationCost(
+            1.0, placement.move_price, placement.horizon_steps, placement.hysteresis
+        ),
+    )
+
+
 def build_app(config: EldrConfig) -> Any:
     """Bind ingress, prefill and decode deployments.
 
@@ -60,6 +82,7 @@ def build_app(config: EldrConfig) -> Any:
                 "internal_key": internal_key,
                 "has_cache": config.cache.enabled and phase is Phase.DECODE,
                 "cache_control": ControlSettings() if config.cache.adaptive else None,
+                "planning": planner_settings(config) if phase is Phase.DECODE else None,
             },
             override_serve_options={
                 "request_router_config": RequestRouterConfig(

@@ -1,8 +1,9 @@
-"""Metrics of ingress and router. Ray exports them as `ray_<name>`, counters with `_total`."""
+"""Metrics of our own. Ray exports them as `ray_<name>`, counters with `_total`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 from ray.util import metrics as ray_metrics
@@ -53,6 +54,30 @@ class IngressMetrics:
 
     def fell_back(self, reason: str) -> None:
         self._fallbacks.inc(1, {"reason": reason})
+
+
+class PlacementMetrics:
+    """Where a decode replica's experts are, as its node's manager says; made inside the replica."""
+
+    def __init__(self) -> None:
+        self._version = Gauge("eldr_placement_version", "Version of the placement plan.")
+        self._balance = Gauge(
+            "eldr_placement_rank_balance",
+            "Active experts on the fullest EP rank over the mean of ranks, by what was counted.",
+            tag_keys=("kind",),
+        )
+        self._moves = Counter("eldr_placement_moves", "Experts moved to another EP rank.")
+        self._exported = 0
+
+    def export(self, status: Mapping[str, Any]) -> None:
+        """Take what `Planner.status` says."""
+        self._version.set(status["version"])
+        for kind in ("expected", "measured"):
+            if (balance := status[f"{kind}_balance"]) is not None:
+                self._balance.set(balance, {"kind": kind})
+        if (more := status["num_moves"] - self._exported) > 0:
+            self._moves.inc(more)
+        self._exported = status["num_moves"]  # a manager that is new counts from 0
 
 
 class RouterMetrics:

@@ -1,11 +1,13 @@
-"""The Ray actor around `CacheManager`: one per node with decode replicas, named and pinned to it.
+"""The Ray actor of a node's decode replicas, named and pinned to it: caches and placement plans.
 
 After a crash Ray starts it again on its node; the next reports (within a second) bring back the
-targets. A replica whose manager does not answer goes on with what it has.
+targets of caches, and plans are in files. A replica whose manager does not answer goes on with what
+it has.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cachemgr.manager import CacheManager, ControlSettings
+from cachemgr.planner import PlanKeeper, PlannerSettings
 
 NAMESPACE = "eldr"
 
@@ -30,6 +33,7 @@ class CacheManagerActor:
 
     def __init__(self, control: ControlSettings | None) -> None:
         self._manager = CacheManager(control, time.monotonic)
+        self._plans, self._planning = PlanKeeper(time.time), asyncio.Lock()
 
     async def configure(self, control: ControlSettings | None) -> None:
         self._manager.configure(control)
@@ -50,8 +54,17 @@ class CacheManagerActor:
             return {"error": str(err)}
         return self._manager.status()
 
+    async def place(
+        self, settings: PlannerSettings, replica_id: str, report: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        # A plan of a large model takes a second: reports of caches must not wait for it.
+        async with self._planning:
+            return await asyncio.to_thread(self._plans.place, settings, replica_id, report)
+
     async def forget(self, replica_id: str) -> None:
         self._manager.forget(replica_id)
+        async with self._planning:
+            self._plans.forget(replica_id)
 
     async def status(self) -> dict[str, Any]:
         return {**self._manager.status(), "pid": os.getpid()}

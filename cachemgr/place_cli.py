@@ -144,12 +144,12 @@ def _same(option: str, given: int | None, of_plan: int) -> None:
 
 def _activity(args: argparse.Namespace, artifact: Artifact) -> tuple[FloatArray, CountArray | Any]:
     """Joint activity (L, E, E) and loads (L, E) of the cluster's steps."""
-    from cachemgr.activity import token_activity
+    from cachemgr.activity import independent_activity, token_activity
     from cachemgr.planner import cluster_activity
 
-    expected_LEE = cluster_activity(artifact, args.cluster, args.batch)
+    active_LE = cluster_activity(artifact, args.cluster, args.batch)
     if args.ids is None:
-        return expected_LEE, artifact.cluster_activation_KLE[args.cluster]
+        return independent_activity(active_LE), artifact.cluster_activation_KLE[args.cluster]
     import numpy as np
 
     from calibration.traces import expert_counts, load_trace

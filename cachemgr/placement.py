@@ -140,7 +140,6 @@ def figures(
     mean_LR = expected_active(joint_LEE, placement_LP, num_ranks, dispatch)
     active_LE = joint_LEE.diagonal(axis1=1, axis2=2)
     bound_L = lower_bound(active_LE, num_ranks, placement_LP.shape[1], dispatch)
-    even_L = np.maximum(mean_LR.mean(axis=1), _TINY)
     moves = None
     if current_LP is not None:
         moves = int(num_moves(current_LP, placement_LP, num_ranks).sum())
@@ -149,9 +148,15 @@ def figures(
         max_active_sum=float(goal_L.sum()),
         max_expected=float(mean_LR.max(axis=1).mean()),
         bound=float(bound_L.mean()),
-        balance=float((np.maximum(mean_LR.max(axis=1), _TINY) / even_L).mean()),
+        balance=rank_balance(mean_LR),
         num_moves=moves,
     )
+
+
+def rank_balance(active_LR: FloatArray) -> float:
+    """Active experts on the fullest rank over the mean of ranks, mean over layers; 1 is even."""
+    even_L = np.maximum(active_LR.mean(axis=1), _TINY)
+    return float((np.maximum(active_LR.max(axis=1), _TINY) / even_L).mean())
 
 
 def plan_report(compared: dict[str, Figures]) -> list[tuple[str, ...]]:

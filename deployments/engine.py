@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from app.config import EldrConfig, EngineConfig
 
 _SCHEDULER = "deployments.vllm_adapter.scheduler"
+_COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 class Phase(StrEnum):
@@ -158,12 +159,15 @@ def engine_env(config: EldrConfig, phase: Phase, device: str) -> dict[str, str]:
 def _eplb_env(config: EldrConfig) -> dict[str, str]:
     """What lets vLLM's EPLB follow a placement plan; see `vllm_adapter/eplb.py`."""
     placement = config.placement
-    if placement.plan is None:
+    if placement.plan is None and not placement.managed:
         return {}
-    env = {
-        eplb.PLAN_PATH: os.path.expanduser(placement.plan),
-        eplb.FINGERPRINT: model_facts(config.model.path).fingerprint,
-    }
+    env = {eplb.FINGERPRINT: model_facts(config.model.path).fingerprint}
+    if placement.managed:
+        # Each replica names a file of its own, which vLLM's Ray workers must be told too.
+        env[_COPIED] = ",".join(filter(None, (config.decode.env.get(_COPIED), eplb.PLAN_PATH)))
+        return env
+    assert placement.plan is not None
+    env[eplb.PLAN_PATH] = os.path.expanduser(placement.plan)
     if placement.max_age_s is not None:
         env[eplb.MAX_AGE_S] = str(placement.max_age_s)
     return env

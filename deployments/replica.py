@@ -7,7 +7,8 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import ray
@@ -15,11 +16,16 @@ from ray.exceptions import RayError
 
 from cachemgr.actor import create_manager
 from cachemgr.manager import ControlSettings
+from cachemgr.planner import PlannerSettings, plan_file
+from deployments.vllm_adapter.eplb import PLAN_PATH
 from router.actor import router_handle
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 1.0
+
+Home = tuple[int | None, bytes | None]
+"""Centroid of a replica: the router's number for it, and its vector after a refit."""
 
 
 def free_port(host: str, base: int, span: int = 2000) -> int:
@@ -53,6 +59,14 @@ def set_side_channel(host: str, base: int) -> None:
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port(host, base))
 
 
+def set_plan_file(settings: PlannerSettings, replica_id: str) -> None:
+    """Name the file in which this replica's EPLB finds its placement plan.
+
+    Read from the environment of the process that starts the engine.
+    """
+    os.environ[PLAN_PATH] = str(plan_file(settings.folder, replica_id))
+
+
 class Heartbeat:
     """Tells the router that this replica is alive and how many requests it holds.
 
@@ -78,6 +92,12 @@ class Heartbeat:
         self._home: bytes | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_lost = False
+        self._is_known = False
+
+    @property
+    def home(self) -> Home | None:
+        """The centroid that the router gave; None before its first answer."""
+        return (self._centroid, self._home) if self._is_known else None
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -116,7 +136,7 @@ class Heartbeat:
             self._centroid,
             self._home_tag,
         )
-        self._centroid = answer["centroid"]
+        self._centroid, self._is_known = answer["centroid"], True
         if answer.get("send_home"):
             await self._call("restore_home", self._replica_id, self._home)
             return
@@ -127,12 +147,10 @@ class Heartbeat:
         return await getattr(router_handle(self._app_name), method).remote(*args)
 
 
-class CacheReporter:
-    """Reports this replica's expert cache to its node's manager, and changes what that one says.
+class ManagerReporter:
+    """Reports from a replica to its node's manager, on the replica's event loop, once a second.
 
-    Runs on the replica's event loop, once a second. Without a manager the cache goes on as it is;
-    one that is gone for good is started again. The targets travel with each report, so that a
-    restarted manager gets them back.
+    Without a manager the engine goes on as it is; one that is gone for good is started again.
     """
 
     def __init__(
@@ -144,8 +162,6 @@ class CacheReporter:
     ) -> None:
         self._app_name, self._replica_id, self._control = app_name, replica_id, control
         self._call = call
-        self._known: dict[str, Any] | None = None
-        self._refused: str | None = None
         self._manager: Any = None
         self._task: asyncio.Task[None] | None = None
         self._is_away = False
@@ -166,25 +182,97 @@ class CacheReporter:
             try:
                 await self.report()
                 if self._is_away:
-                    logger.info("the cache manager answers again")
+                    logger.info("%s: the manager answers again", type(self).__name__)
                 self._is_away = False
             except Exception as err:
                 if not self._is_away:
-                    logger.warning("no report to the cache manager: %r", err)
+                    logger.warning("%s: no report to the manager: %r", type(self).__name__, err)
                 self._is_away, self._manager = True, None
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def report(self) -> None:
         """One exchange with the manager."""
+        raise NotImplementedError
+
+    async def _connect(self) -> Any:
+        """The manager; a handle that was lost is looked up anew."""
         if self._manager is None:
             node_id = ray.get_runtime_context().get_node_id()
             self._manager = create_manager(self._app_name, node_id, self._control)
             await self._manager.configure.remote(self._control)
+        return self._manager
+
+
+class CacheReporter(ManagerReporter):
+    """Reports this replica's expert cache to its node's manager, and changes what that one says.
+
+    The targets travel with each report, so that a restarted manager gets them back.
+    """
+
+    _known: dict[str, Any] | None = None
+    _refused: str | None = None
+
+    async def report(self) -> None:
+        """One exchange with the manager."""
+        manager = await self._connect()
         stats = await self._call("eldr_cache_stats")
-        answer = await self._manager.report.remote(
-            self._replica_id, stats[0], self._known, self._refused
-        )
+        answer = await manager.report.remote(self._replica_id, stats[0], self._known, self._refused)
         self._known, self._refused = answer["targets"], None
         if answer["changes"]:
             results = await self._call("eldr_cache_configure", args=(answer["changes"],))
             self._refused = next((r["error"] for r in results if "error" in r), None)
+
+
+class PlacementReporter(ManagerReporter):
+    """Asks the node's manager where this replica's experts are to be.
+
+    It asks when the router gives the replica another centroid, and at intervals for what was
+    measured since. EPLB reads the plan's file by itself; an engine with a cache is told. One plan
+    is taken by all ranks before the manager is asked again, so that all read the same file.
+
+    Args:
+        settings: how to plan.
+        home: the replica's centroid, as `Heartbeat.home`.
+        has_cache: whether the engine's cache carries plans out.
+        export: takes the manager's answers, for metrics.
+    """
+
+    def __init__(
+        self,
+        app_name: str,
+        replica_id: str,
+        control: ControlSettings | None,
+        call: Callable[..., Awaitable[list[Any]]],
+        *,
+        settings: PlannerSettings,
+        home: Callable[[], Home | None],
+        has_cache: bool,
+        export: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        super().__init__(app_name, replica_id, control, call)
+        self._settings, self._home, self._has_cache = settings, home, has_cache
+        self._export = export
+        self._version = 0
+        self._asked: tuple[Home, float] | None = None
+
+    async def report(self) -> None:
+        """One exchange with the manager, if it is time."""
+        home, now = self._home(), time.monotonic()
+        if home is None or (
+            self._asked is not None
+            and home == self._asked[0]
+            and now - self._asked[1] < self._settings.interval_s
+        ):
+            return
+        manager = await self._connect()
+        uses = await self._call("eldr_expert_uses")
+        centroid, vector = home
+        report = {"centroid": centroid, "home": vector, **uses[0]}
+        answer = await manager.place.remote(self._settings, self._replica_id, report)
+        if self._has_cache and answer["version"] != self._version:
+            changes = {"placement": answer["path"]}
+            results = await self._call("eldr_cache_configure", args=(changes,))
+            if refused := next((r["error"] for r in results if "error" in r), None):
+                logger.error("placement plan %d was refused: %s", answer["version"], refused)
+        self._version, self._asked = answer["version"], (home, now)
+        self._export(answer)

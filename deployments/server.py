@@ -19,10 +19,18 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
+from app.metrics import PlacementMetrics
 from cachemgr.manager import ControlSettings
+from cachemgr.planner import PlannerSettings
 from deployments.engine import Phase
 from deployments.gate import Gate
-from deployments.replica import CacheReporter, Heartbeat, set_side_channel
+from deployments.replica import (
+    CacheReporter,
+    Heartbeat,
+    PlacementReporter,
+    set_plan_file,
+    set_side_channel,
+)
 
 # Requests that follow each other share one call: opening it costs as much as a decode step.
 _QUIET_S = 1.0
@@ -49,11 +57,14 @@ class EngineServer(LLMServer):
         internal_key: str,
         cache_control: ControlSettings | None = None,
         has_cache: bool = False,
+        planning: PlannerSettings | None = None,
     ) -> None:
         host = ray.util.get_node_ip_address()
         set_side_channel(host, port_base)
-        await super().__init__(llm_config)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
+        if planning is not None and not has_cache:
+            set_plan_file(planning, self._replica_id)
+        await super().__init__(llm_config)
         # Public hook of serve.ingress for late-bound apps; here our own server serves what it
         # builds, because Serve gives HTTP ports to the ingress deployment alone.
         self._gate = Gate(await self.__serve_build_asgi_app__(), internal_key)
@@ -84,6 +95,19 @@ class EngineServer(LLMServer):
                 app_name, self._replica_id, cache_control, self.collective_rpc
             )
             self._cache_reporter.start()
+        self._placement_reporter: PlacementReporter | None = None
+        if planning is not None:
+            self._placement_reporter = PlacementReporter(
+                app_name,
+                self._replica_id,
+                cache_control,
+                self.collective_rpc,
+                settings=planning,
+                home=lambda: self._heartbeat.home,
+                has_cache=has_cache,
+                export=PlacementMetrics().export,
+            )
+            self._placement_reporter.start()
 
     async def attend(self, replica_id: str) -> bool:
         """Last until this replica has no requests.
@@ -104,8 +128,9 @@ class EngineServer(LLMServer):
     async def __del__(self) -> None:
         # Serve has drained the calls it knows of; requests that came since may still run.
         await self._heartbeat.stop()
-        if self._cache_reporter is not None:
-            await self._cache_reporter.stop()
         await self._gate.wait_idle()
+        for reporter in (self._placement_reporter, self._cache_reporter):
+            if reporter is not None:
+                await reporter.stop()
         self._server.should_exit = True
         await self._serving

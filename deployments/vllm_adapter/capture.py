@@ -1,4 +1,4 @@
-"""Expert counts per KV block, and distinct experts per step. Pure torch: knows nothing of vLLM.
+"""Expert counts per KV block, and active experts per step. Pure torch: knows nothing of vLLM.
 
 Axes: L MoE layers, E logical experts, T tokens of a step, k experts per token, B KV blocks.
 
@@ -94,17 +94,12 @@ def stack_ids(ids_by_layer: Mapping[int, torch.Tensor], num_tokens: int) -> torc
     return torch.stack([ids_by_layer[i][:num_tokens].long() for i in sorted(ids_by_layer)], dim=1)
 
 
-def distinct_experts(ids_TLk: torch.Tensor, num_experts: int) -> npt.NDArray[np.int64]:
-    """Distinct experts that a step's tokens activate, per layer.
-
-    Returns:
-        int64, shape (L,), each in [0, min(E, T * k)].
-    """
+def active_experts(ids_TLk: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Experts that a step's tokens activate; bool (L, E), on the device of the ids."""
     num_tokens, num_layers, top_k = ids_TLk.shape
-    seen_LE = torch.zeros(num_layers, num_experts, dtype=torch.bool, device=ids_TLk.device)
+    active_LE = torch.zeros(num_layers, num_experts, dtype=torch.bool, device=ids_TLk.device)
     index_LN = ids_TLk.permute(1, 0, 2).reshape(num_layers, num_tokens * top_k)
-    seen_LE.scatter_(1, index_LN, True)
-    return seen_LE.sum(1).cpu().numpy()
+    return active_LE.scatter_(1, index_LN, True)
 
 
 def encode_counts(counts_LE: npt.NDArray[np.uint32]) -> bytes:

@@ -43,7 +43,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from deployments.vllm_adapter.bindings import IncompatibleVllm, check_bindings
 from deployments.vllm_adapter.capture import (
     BlockCounts,
-    distinct_experts,
+    active_experts,
     encode_counts,
     stack_ids,
 )
@@ -194,6 +194,7 @@ class EldrConnector(NixlPullConnector):
             self._worker_meta = CountsMeta()
             self._eldr_stats = EldrStats()
             self.step_totals = StepTotals()
+            self.expert_uses = ExpertUses()
             self._expert_cache: InstalledCache | None = None
             self._cache_sent = dict.fromkeys(CACHE_COUNTERS, 0)
             self._cache_sent_at = 0.0
@@ -246,8 +247,11 @@ class EldrConnector(NixlPullConnector):
             self._counts.record(slots, ids_TLk)
             self._sum_finished_prompts(self._counts)
         if self._mode in ("decode", "trace"):
-            distinct_L = distinct_experts(ids_TLk, self._num_experts)
+            active_LE = active_experts(ids_TLk, self._num_experts)
+            distinct_L = active_LE.sum(1).cpu().numpy()
             self.step_totals.add(distinct_L, slots.shape[0])
+            if slots.shape[0] <= self._vllm_config.scheduler_config.max_num_seqs:
+                self.expert_uses.add(active_LE)
             self._eldr_stats.data[_DISTINCT].append(float(distinct_L.mean()))
 
     def _count_cache(self, expert_cache: InstalledCache) -> None:
@@ -387,6 +391,30 @@ class StepTotals:
         self.num_steps += 1
         self.num_tokens += num_tokens
         self.distinct_L = [a + int(b) for a, b in zip(self.distinct_L, distinct_L, strict=True)]
+
+
+class ExpertUses:
+    """In how many decode steps of a worker each expert was active; read by collective RPC.
+
+    Steps with a prompt, which have more tokens than requests may decode, are left out. Sums stay on
+    the device: counting must not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._uses_LE: torch.Tensor | None = None
+
+    def add(self, active_LE: torch.Tensor) -> None:
+        """Count one step; bool (L, E)."""
+        self.num_steps += 1
+        if self._uses_LE is None:
+            self._uses_LE = torch.zeros_like(active_LE, dtype=torch.int64)
+        self._uses_LE += active_LE
+
+    def uses_LE(self) -> list[list[int]]:
+        """Steps by layer and expert; empty before the first step."""
+        uses: list[list[int]] = [] if self._uses_LE is None else self._uses_LE.tolist()
+        return uses
 
 
 _NO_IDS = torch.empty(0, 1, dtype=torch.int32)

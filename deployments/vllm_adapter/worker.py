@@ -25,6 +25,17 @@ class EldrWorkerExtension:
             "distinct_L": totals.distinct_L,
         }
 
+    def eldr_expert_uses(self) -> dict[str, Any]:
+        """In how many decode steps each expert was active since the start of this worker.
+
+        Returns:
+            {"num_steps", "uses_LE"}; 0 and an empty list where capture is off.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        uses = get_kv_transfer_group().expert_uses
+        return {"num_steps": uses.num_steps, "uses_LE": uses.uses_LE()}
+
     def eldr_cache_stats(self) -> dict[str, Any] | None:
         """Statistics of this worker's expert cache; None without one.
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from app import config as config_module
 from app.config import ConfigError, EldrConfig, load_config
 from app.config_errors import fields_by_key
+from app.main import planner_settings
 from app.model_facts import FactsError, artifact_facts, model_facts
 from cachemgr.placement_plan import PlacementPlan
 from deployments.vllm_adapter import eplb
@@ -389,6 +390,39 @@ def test_plan_that_does_not_fit_is_refused(
     message = refusal(tmp_path, {"model.path": "model", **ON_RANKS, **changes})
     assert text in message
     assert len(message.splitlines()) == 1
+
+
+MANAGED = {"placement.plan": ..., "placement.managed": True, "router.artifact": "artifact"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, None),
+        (WITHOUT_EPLB | {"cache.enabled": True, "device": "cpu"}, None),
+        ({"placement.plan": "plans/plan.json"}, "placement.plan: must be left out while"),
+        ({"router.artifact": ...}, "router.artifact: must be set for placement.managed"),
+        (WITHOUT_EPLB, "placement.managed: cannot reach the decode engines"),
+        ({"decode.engine_kwargs": {"enable_eplb": True}}, "placement.managed: is for experts on"),
+        ({"placement.max_age_s": 60}, "placement.max_age_s: is for a plan that"),
+        (
+            {"decode.engine_kwargs": ON_RANKS["decode.engine_kwargs"] | {"data_parallel_size": 2}},
+            "placement.managed: must be false with data_parallel_size",
+        ),
+    ],
+)
+def test_managed_placement(tmp_path: Path, changes: dict[str, Any], text: str | None) -> None:
+    write_plan(tmp_path, 36)
+    write_artifact(tmp_path / "artifact", tmp_path / "model")
+    changes = {"model.path": "model", **ON_RANKS, **MANAGED, **changes}
+    if text is not None:
+        assert text in refusal(tmp_path, changes)
+        return
+    config = load_config(write(tmp_path, merged(BASE, changes)))
+    settings = planner_settings(config)
+    assert (settings.num_ranks, settings.batch) == (2, config.decode.max_num_seqs)
+    assert settings.num_spare == (4 if config.decode.has_eplb else 0)
+    assert settings.artifact == str(tmp_path / "artifact")
 
 
 def test_engines_get_no_plan_by_hand(tmp_path: Path) -> None:

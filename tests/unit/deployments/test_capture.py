@@ -6,8 +6,8 @@ import torch
 
 from deployments.vllm_adapter.capture import (
     BlockCounts,
+    active_experts,
     decode_counts,
-    distinct_experts,
     encode_counts,
     stack_ids,
 )
@@ -73,9 +73,10 @@ def test_block_size_must_fit_in_a_byte() -> None:
         BlockCounts(2, L, E, 256)
 
 
-def test_distinct_experts_per_layer() -> None:
+def test_active_experts_per_layer() -> None:
     ids = torch.tensor([[[0, 1], [2, 3], [4, 5]], [[1, 2], [2, 3], [6, 7]]])
-    assert distinct_experts(ids, E).tolist() == [3, 2, 4]
+    active = active_experts(ids, E)
+    assert [row.nonzero().flatten().tolist() for row in active] == [[0, 1, 2], [2, 3], [4, 5, 6, 7]]
 
 
 def test_stack_orders_layers_and_cuts_padding() -> None:

@@ -98,6 +98,19 @@ def test_placement_plan_reaches_eplb_or_the_cache(tmp_path: Path) -> None:
     assert env[eplb.FINGERPRINT] == model_facts(tmp_path).fingerprint
     assert float(env[eplb.MAX_AGE_S]) == 60
     assert eplb.PLAN_PATH not in engine_env(by_eplb, Phase.PREFILL, "gpu")
+    managed = config(
+        **sections | {"placement": {"managed": True}},
+        router={"policy": "jsq", "artifact": "artifact"},
+        decode={
+            "tensor_parallel_size": 2,
+            "engine_kwargs": {**ranks, "enable_eplb": True},
+            "env": {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": "OTHER"},
+        },
+    )
+    env = engine_env(managed, Phase.DECODE, "gpu")
+    assert eplb.PLAN_PATH not in env  # each replica names its own
+    assert env["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == f"OTHER,{eplb.PLAN_PATH}"
+    assert env[eplb.FINGERPRINT] == model_facts(tmp_path).fingerprint
     by_cache = config(
         **sections,
         decode={"tensor_parallel_size": 2, "engine_kwargs": ranks},
