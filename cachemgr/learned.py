@@ -2,14 +2,14 @@
 
 The score of an expert is an estimate of gamma^(steps until its next use - 1), linear in
 
-- decayed counts of uses in its own layer, at several half-lives (square roots: a use adds less to
-  an expert that is hot already), and
+- decayed counts of its own uses, at several half-lives (square roots: a use adds less to an expert
+  that is hot already), and
 - what the layers around have just chosen: this token's choices up to this layer, and the last
   token's choices of the layers above, which have not run yet.
 
 The neighbours make the difference: which experts a token takes in one layer says much about the
 other layers, now and for the next tokens. Fitted by ridge regression, in closed form. A step costs
-one product of a matrix with the counts, and a sum of one row for each choice in the window.
+a weighted sum of the counts, and a sum of one row of a matrix for each choice in the window.
 
 Axes: N requests that a replay steps together (1 in the runtime), L MoE layers, E experts, R rows
 (n * L + l), H half-lives, W layers of the window, S steps.
@@ -41,7 +41,7 @@ class ScoreTable:
         fingerprint: of that model (`app.model_facts`); None: not known, the shape alone is checked.
         half_lives: of the decayed counts, in steps; H of them.
         gamma: discount of the target, in (0, 1).
-        own_LHEE: weight of an expert's root count for each expert; float32 (L, H, E, E).
+        own_LHE: weight of an expert's own root count; float32 (L, H, E).
         window_LWEE: weight of a choice in layer l + w - reach; float32 (L, W, E, E), W odd.
         bias_LE: float32 (L, E).
         provenance: training data and figures, for the reader.
@@ -54,31 +54,31 @@ class ScoreTable:
     fingerprint: str | None
     half_lives: tuple[float, ...]
     gamma: float
-    own_LHEE: Floats
+    own_LHE: Floats
     window_LWEE: Floats
     bias_LE: Floats
     provenance: dict[str, object]
 
     def __post_init__(self) -> None:
         num_layers, num_experts = self.bias_LE.shape if self.bias_LE.ndim == 2 else (0, 0)
-        own = (num_layers, len(self.half_lives), num_experts, num_experts)
+        own = (num_layers, len(self.half_lives), num_experts)
         width = self.window_LWEE.shape[1] if self.window_LWEE.ndim == 4 else 0
         window = (num_layers, width, num_experts, num_experts)
         if (
             not num_layers
-            or self.own_LHEE.shape != own
+            or self.own_LHE.shape != own
             or self.window_LWEE.shape != window
             or width % 2 != 1
         ):
             raise ValueError(
-                f"score weights of shapes {self.own_LHEE.shape}, {self.window_LWEE.shape}, "
+                f"score weights of shapes {self.own_LHE.shape}, {self.window_LWEE.shape}, "
                 f"{self.bias_LE.shape} do not belong together"
             )
         if not all(0 < half_life < np.inf for half_life in self.half_lives):
             raise ValueError(f"half-lives must be above 0, got {self.half_lives}")
         if not 0 < self.gamma < 1:
             raise ValueError(f"gamma must be in (0, 1), got {self.gamma}")
-        for name in ("own_LHEE", "window_LWEE", "bias_LE"):
+        for name in ("own_LHE", "window_LWEE", "bias_LE"):
             array = getattr(self, name)
             if array.dtype != np.float32 or not np.isfinite(array).all():
                 raise ValueError(f"{name} must be finite float32, got {array.dtype}")
@@ -118,7 +118,7 @@ class ScoreTable:
     def save(self, path: str | Path) -> None:
         """Write the folder whole; see `calibration.storage.write_folder` for errors.
 
-        Matrices are stored as float16, to which `training.train` has rounded them.
+        The window is stored as float16, to which `training.train` has rounded it.
         """
         meta = {
             "format_version": FORMAT_VERSION,
@@ -131,7 +131,7 @@ class ScoreTable:
             "provenance": self.provenance,
         }
         arrays: Arrays = {
-            "own": self.own_LHEE.astype(np.float16),
+            "own": self.own_LHE,
             "window": self.window_LWEE.astype(np.float16),
             "bias": self.bias_LE,
         }
@@ -160,7 +160,7 @@ class ScoreTable:
                 None if fingerprint is None else take(meta, "fingerprint", str, path),
                 tuple(float(half_life) for half_life in half_lives),
                 take(meta, "gamma", float, path),
-                arrays["own"].astype(np.float32),
+                arrays["own"],
                 arrays["window"].astype(np.float32),
                 arrays["bias"],
                 take(meta, "provenance", dict, path),
@@ -215,18 +215,21 @@ class History:
         self._now_NLE[requests, self.reach : self.reach + self.num_layers] = demand_NLE
 
     def own(self, request: int, layer: int) -> Floats:
-        """Root counts of a layer; (H * E,)."""
-        own_X: Floats = np.sqrt(self._counts_NLHE[request, layer]).ravel()
-        return own_X
+        """Root counts of a layer; (H, E)."""
+        own_HE: Floats = np.sqrt(self._counts_NLHE[request, layer])
+        return own_HE
 
     def window(self, request: int, layer: int) -> IntArray:
         """Last choices of the layers around, when layers are observed in turn: w * E + e."""
         return self._now_NLE[request, layer : layer + 2 * self.reach + 1].ravel().nonzero()[0]
 
     def features(self, rows: slice, layer: int) -> tuple[Floats, BoolArray]:
-        """`own` and `window` of many requests whose layers are observed all at once.
+        """Root counts and choices around of requests whose layers are observed all at once.
 
         Layers above `layer` have not run when it is scored: they show their step before.
+
+        Returns:
+            Root counts, float32 (N, H, E), and choices, bool (N, W * E).
         """
         requests = self._requests(rows)
         own_NHE = np.sqrt(self._counts_NLHE[requests, layer])
@@ -234,7 +237,7 @@ class History:
         window_NWE = np.concatenate(
             (self._now_NLE[requests, layer:split], self._before_NLE[requests, split:end]), axis=1
         )
-        return own_NHE.reshape(len(own_NHE), -1), window_NWE.reshape(len(window_NWE), -1)
+        return own_NHE, window_NWE.reshape(len(window_NWE), -1)
 
     def reset(self, rows: slice) -> None:
         """Forget the requests or the layer of `rows`."""
@@ -273,12 +276,12 @@ class Learned:
         self._history = History(
             num_requests, num_layers, num_experts, table.half_lives, table.reach
         )
-        # Counts are dense and meet rows, choices are few and pick rows.
-        own_LXE = table.own_LHEE.reshape(num_layers, -1, num_experts)
-        self._own_LEX = np.ascontiguousarray(own_LXE.transpose(0, 2, 1))
+        self._own_LHE, self._bias_LE = table.own_LHE, table.bias_LE
         self._window_LXE = table.window_LWEE.reshape(num_layers, -1, num_experts)
-        self._bias_LE = table.bias_LE
         self._num_layers = num_layers
+        # To pick rows into one buffer and to add them up by BLAS halves the time of their sum.
+        self._picked_XE = np.empty(self._window_LXE.shape[1:], dtype=np.float32)
+        self._ones_X = np.ones(len(self._picked_XE), dtype=np.float32)
 
     def observe(self, rows: slice, demand_RE: BoolArray) -> None:
         """See `Retention.observe`."""
@@ -288,9 +291,14 @@ class Learned:
         """See `Retention.scores`."""
         if rows.stop - rows.start == 1 and self._num_layers > 1:
             request, layer = divmod(rows.start, self._num_layers)
-            scores_E: FloatArray = self._own_LEX[layer] @ self._history.own(request, layer)
+            own_HE = self._history.own(request, layer)
+            own_HE *= self._own_LHE[layer]
+            scores_E: FloatArray = np.add.reduce(own_HE)
             chosen = self._history.window(request, layer)
-            scores_E += np.add.reduce(self._window_LXE[layer].take(chosen, axis=0))
+            picked_XE = self._picked_XE[: len(chosen)]
+            # Without a mode that cannot fail, take works on a copy of `out`.
+            self._window_LXE[layer].take(chosen, axis=0, out=picked_XE, mode="clip")
+            scores_E += self._ones_X[: len(chosen)] @ picked_XE
             scores_E += self._bias_LE[layer]
             return scores_E[None]
         num_requests = (rows.stop - rows.start) // self._num_layers
@@ -298,8 +306,8 @@ class Learned:
             (num_requests, self._num_layers, self._bias_LE.shape[1]), dtype=np.float32
         )
         for layer in range(self._num_layers):
-            own_NX, window_NX = self._history.features(rows, layer)
-            scores_NLE[:, layer] = own_NX @ self._own_LEX[layer].T
+            own_NHE, window_NX = self._history.features(rows, layer)
+            scores_NLE[:, layer] = np.einsum("nhe,he->ne", own_NHE, self._own_LHE[layer])
             scores_NLE[:, layer] += window_NX.astype(np.float32) @ self._window_LXE[layer]
         scores_NLE += self._bias_LE
         return scores_NLE.reshape(-1, self._bias_LE.shape[1])

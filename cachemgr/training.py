@@ -14,14 +14,19 @@ from numpy.typing import NDArray
 from cachemgr.bound import Demands
 from cachemgr.learned import HALF_LIVES, History, ScoreTable
 from cachemgr.replay import layer_demands
-from cachemgr.types import BoolArray
+from cachemgr.types import BoolArray, FloatArray
 from calibration.traces import RoutingTrace
 
-REACH = 12
+WINDOW = 800
 GAMMA = 0.85
 RIDGE = 0.01
 REQUESTS_PER_BLOCK = 32
 TOKENS_PER_PRODUCT = 2048
+
+
+def default_reach(num_layers: int, num_experts: int) -> int:
+    """Layers to each side that keep `WINDOW` experts or fewer in the window: it bounds the time."""
+    return max(0, min(num_layers - 1, (WINDOW // num_experts - 1) // 2))
 
 
 def train(
@@ -44,8 +49,7 @@ def train(
         trace: requests to learn from.
         model_id: name of the model that was traced.
         fingerprint: of that model, where it is known.
-        reach: layers of the window to each side of a layer; None takes `REACH`, or what the model
-            has.
+        reach: layers of the window to each side of a layer; None takes `default_reach`.
         gamma: discount of the target, in (0, 1).
         half_lives: of the decayed counts, in steps.
         ridge: penalty on squared weights, relative to the number of tokens.
@@ -54,14 +58,14 @@ def train(
     Raises:
         ValueError: a parameter out of range.
     """
-    reach = min(REACH, trace.num_layers - 1) if reach is None else reach
+    num_layers, num_experts = trace.num_layers, trace.num_experts
+    reach = default_reach(num_layers, num_experts) if reach is None else reach
     if not 0 <= reach < trace.num_layers:
         raise ValueError(f"reach must be in [0, {trace.num_layers - 1}], got {reach}")
     if not 0 < gamma < 1:
         raise ValueError(f"gamma must be in (0, 1), got {gamma}")
     if not ridge > 0:
         raise ValueError(f"ridge must be above 0, got {ridge}")
-    num_layers, num_experts = trace.num_layers, trace.num_experts
     num_own = len(half_lives) * num_experts
     num_features = num_own + (2 * reach + 1) * num_experts + 1
     gram_LXX = np.zeros((num_layers, num_features, num_features))
@@ -72,23 +76,25 @@ def train(
         _accumulate(block, reach, gamma, half_lives, gram_LXX, moment_LXE)
         if progress is not None:
             progress(len(block.ids_TLk))
-    penalty = np.full(num_features, ridge * len(trace.ids_TLk))
-    penalty[-1] = 1e-9 * len(trace.ids_TLk)  # the bias is free
-    weights_LXE = np.stack(
-        [
-            np.linalg.solve(gram_LXX[layer] + np.diag(penalty), moment_LXE[layer])
-            for layer in range(num_layers)
-        ]
-    ).astype(np.float32)
-    square = (num_layers, -1, num_experts, num_experts)
+    penalty_X = np.full(num_features, ridge * len(trace.ids_TLk))
+    penalty_X[-1] = 1e-9 * len(trace.ids_TLk)  # the bias is free
+    own_LHE = np.empty((num_layers, len(half_lives), num_experts), dtype=np.float32)
+    others_LXE = np.empty((num_layers, num_features - num_own, num_experts), dtype=np.float32)
+    for layer in range(num_layers):
+        gram_LXX[layer].flat[:: num_features + 1] += penalty_X
+        own_LHE[layer], others_LXE[layer] = _solve(gram_LXX[layer], moment_LXE[layer], num_own)
     return ScoreTable(
         model_id,
         fingerprint,
         half_lives,
         gamma,
-        _as_stored(weights_LXE[:, :num_own].reshape(square)),
-        _as_stored(weights_LXE[:, num_own:-1].reshape(square)),
-        weights_LXE[:, -1],
+        own_LHE,
+        # Rounded to what the file keeps, so that a loaded score decides as this one does.
+        others_LXE[:, :-1]
+        .astype(np.float16)
+        .astype(np.float32)
+        .reshape(num_layers, -1, num_experts, num_experts),
+        others_LXE[:, -1],
         {
             "num_requests": len(trace),
             "num_tokens": len(trace.ids_TLk),
@@ -96,11 +102,6 @@ def train(
             "target": "gamma^(steps until next use - 1)",
         },
     )
-
-
-def _as_stored(weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rounded to what the file keeps, so that a loaded score decides as the trained one did."""
-    return weights.astype(np.float16).astype(np.float32)
 
 
 def split(trace: RoutingTrace, held_out: int, seed: int) -> tuple[RoutingTrace, RoutingTrace]:
@@ -133,6 +134,40 @@ def split(trace: RoutingTrace, held_out: int, seed: int) -> tuple[RoutingTrace, 
     return trace.subset(measured), trace.subset(kept)
 
 
+def _solve(
+    gram_XX: NDArray[np.float64], moment_XE: NDArray[np.float64], num_own: int
+) -> tuple[FloatArray, FloatArray]:
+    """Weights of a layer, of which each expert sees its own counts alone.
+
+    The window and the bias are the same for all experts: they are eliminated once, and a system of
+    the few own counts is left for each expert.
+
+    Args:
+        gram_XX: products of the features, the `num_own` = H * E counts first, with the penalty.
+        moment_XE: products of features and targets.
+        num_own: H * E.
+
+    Returns:
+        Of own counts, (H, E), and of the other features, (X - H * E, E).
+    """
+    num_experts = moment_XE.shape[1]
+    cross_XO, moment_OE = gram_XX[num_own:, :num_own], moment_XE[:num_own]
+    solved = np.linalg.solve(
+        gram_XX[num_own:, num_own:], np.concatenate((cross_XO, moment_XE[num_own:]), axis=1)
+    )
+    solved_XO, others_XE = solved[:, :num_own], solved[:, num_own:]
+    own_HE = np.empty((num_own // num_experts, num_experts))
+    for expert in range(num_experts):
+        counts = np.arange(expert, num_own, num_experts)
+        cross_XH = cross_XO[:, counts]
+        own_HE[:, expert] = np.linalg.solve(
+            gram_XX[np.ix_(counts, counts)] - cross_XH.T @ solved_XO[:, counts],
+            moment_OE[counts, expert] - cross_XH.T @ others_XE[:, expert],
+        )
+        others_XE[:, expert] -= solved_XO[:, counts] @ own_HE[:, expert]
+    return own_HE, others_XE
+
+
 def _accumulate(
     trace: RoutingTrace,
     reach: int,
@@ -156,9 +191,10 @@ def _accumulate(
         history.observe(rows, _demand(demands, s, active))
         tokens = slice(filled, filled + active // num_layers)
         for layer in range(num_layers):
-            own_NX, window_NX = history.features(rows, layer)
-            features_LTX[layer, tokens, : own_NX.shape[1]] = own_NX
-            features_LTX[layer, tokens, own_NX.shape[1] : -1] = window_NX
+            own_NHE, window_NX = history.features(rows, layer)
+            num_own = own_NHE[0].size
+            features_LTX[layer, tokens, :num_own] = own_NHE.reshape(len(own_NHE), -1)
+            features_LTX[layer, tokens, num_own:-1] = window_NX
             targets_LTE[layer, tokens] = targets_SRE[s, layer:active:num_layers]
         filled = tokens.stop
         if filled >= TOKENS_PER_PRODUCT or s == len(active_S) - 1:

@@ -65,6 +65,22 @@ def test_layers_in_turn_see_what_all_at_once_see(trained):
     assert cache.ledger.totals() == totals
 
 
+def test_a_score_is_the_weighted_sum_of_what_it_looks_at(trained):
+    """Layer by layer, rows of a matrix picked and added: the plain products of all at once."""
+    _, _, table = trained
+    in_turn, at_once = Learned(table), Learned(table)
+    rng = np.random.default_rng(3)
+    for tokens in (1, 1, 3, 9):  # of a batch: the union of their choices
+        demand_LE = rng.random((LAYERS, tokens, EXPERTS)).argsort(axis=2).min(axis=1) < 2
+        at_once.observe(slice(0, LAYERS), demand_LE)
+        expected_LE = at_once.scores(slice(0, LAYERS))
+        for layer in range(LAYERS):
+            row = slice(layer, layer + 1)
+            in_turn.observe(row, demand_LE[layer : layer + 1])
+            assert in_turn.scores(row)[0] == pytest.approx(expected_LE[layer], abs=1e-5)
+    assert np.ptp(expected_LE) > 0.01
+
+
 def test_window_shows_this_token_below_and_the_last_token_above():
     history = History(1, LAYERS, EXPERTS, (2.0,), reach=1)
     for token in range(2):
@@ -72,8 +88,8 @@ def test_window_shows_this_token_below_and_the_last_token_above():
         history.observe(slice(0, LAYERS), demand_RE)
     own, window = history.features(slice(0, LAYERS), 1)
     assert history.window(0, 1).tolist() == [3, EXPERTS + 4, 2 * EXPERTS + 5]
-    assert own[0, 4] == 1
-    assert own[0, 1] == pytest.approx(0.5**0.25)
+    assert own[0, 0, 4] == 1
+    assert own[0, 0, 1] == pytest.approx(0.5**0.25)
     assert window.reshape(3, EXPERTS).argmax(axis=1).tolist() == [3, 4, 2]
     top = history.features(slice(0, LAYERS), 2)[1].reshape(3, EXPERTS)
     assert top[2].sum() == 0  # above the last layer
@@ -87,24 +103,26 @@ def test_ridge_matches_its_definition():
     """Weights of one layer equal those of the plain formula on features built by hand."""
     trace = echo_trace(3, 12)
     table = train(trace, "echo", reach=0, half_lives=(2.0,), gamma=0.5, ridge=0.1)
-    features, targets = [], []
+    counted, chosen_around, targets = [], [], []
     for request in range(3):
         chosen = np.zeros((12, EXPERTS))
         np.put_along_axis(chosen, trace.tokens(request)[:, 1].astype(int), 1, axis=1)
         counts = np.zeros(EXPERTS)
         for t in range(12):
             counts = counts * 0.5**0.5 + chosen[t]
-            features.append([*np.sqrt(counts), *chosen[t], 1])
+            counted.append(np.sqrt(counts))
+            chosen_around.append([*chosen[t], 1])
             later = [np.flatnonzero(chosen[t + 1 :, e]) for e in range(EXPERTS)]
             targets.append([0.5 ** when[0] if len(when) else 0 for when in later])
-    x, y = np.array(features), np.array(targets)
-    penalty = np.diag([0.1 * 36] * (2 * EXPERTS) + [1e-9 * 36])
-    weights = np.linalg.solve(x.T @ x + penalty, x.T @ y)
-    # Rounded to float16, as they are stored.
-    stored = {"rel": 2**-11, "abs": 1e-4}
-    assert table.own_LHEE[1, 0] == pytest.approx(weights[:EXPERTS], **stored)
-    assert table.window_LWEE[1, 0] == pytest.approx(weights[EXPERTS:-1], **stored)
-    assert table.bias_LE[1] == pytest.approx(weights[-1], abs=1e-4)
+    y, penalty = np.array(targets), np.diag([0.1 * 36] * (1 + EXPERTS) + [1e-9 * 36])
+    for e in range(EXPERTS):
+        x = np.column_stack((np.array(counted)[:, e], np.array(chosen_around)))
+        weights = np.linalg.solve(x.T @ x + penalty, x.T @ y[:, e])
+        assert table.own_LHE[1, 0, e] == pytest.approx(weights[0], abs=1e-4)
+        # Rounded to float16, as it is stored.
+        stored = table.window_LWEE[1, 0, :, e]
+        assert stored == pytest.approx(weights[1:-1], rel=2**-11, abs=1e-4)
+        assert table.bias_LE[1, e] == pytest.approx(weights[-1], abs=1e-4)
 
 
 def test_a_repeated_request_is_not_on_both_sides():
@@ -123,7 +141,7 @@ def test_file_keeps_the_table(trained, tmp_path):
     table.save(tmp_path / "score")
     again = ScoreTable.load(tmp_path / "score")
     assert (again.window_LWEE == table.window_LWEE).all()
-    assert (again.own_LHEE == table.own_LHEE).all()
+    assert (again.own_LHE == table.own_LHE).all()
     assert (again.model_id, again.gamma, again.reach) == ("echo", table.gamma, 2)
 
 

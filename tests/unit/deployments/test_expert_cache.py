@@ -114,10 +114,10 @@ def test_learned_score_is_read_and_checked(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     matrices = rng.normal(size=(L, 4, E, E)).astype(np.float16).astype(np.float32)
     table = ScoreTable(
-        "m", MODEL, (1, 2, 4), 0.5, matrices[:, :3], matrices[:, 3:], matrices[:, 0, 0], {}
+        "m", MODEL, (1, 2, 4), 0.5, matrices[:, :3, 0], matrices[:, 3:], matrices[:, 3, 0], {}
     )
     table.save(path)
-    assert (load_learned(path, MODEL, L, E).own_LHEE == table.own_LHEE).all()
+    assert (load_learned(path, MODEL, L, E).window_LWEE == table.window_LWEE).all()
     for given, text in (
         (("0" * 16, L, E), "fingerprint f{16}, not 0{16}"),
         ((MODEL, L + 1, E), "3 layers x 8 experts"),
