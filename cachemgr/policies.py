@@ -485,7 +485,11 @@ class ExpertCache:
         self._layers = [slice(layer, layer + 1) for layer in range(num_layers)]
 
     def access(
-        self, layer: int, demand_E: BoolArray, scores_E: FloatArray | None = None
+        self,
+        layer: int,
+        demand_E: BoolArray,
+        scores_E: FloatArray | None = None,
+        chosen_E: BoolArray | None = None,
     ) -> StepPlan:
         """Execute the experts a step needs, load the missing ones, and retain (Algorithm 1).
 
@@ -493,6 +497,8 @@ class ExpertCache:
             layer: in [0, L).
             demand_E: experts that the batch's tokens chose; bool (E,).
             scores_E: retention scores of this step, instead of the retention's own; (E,), finite.
+            chosen_E: what the retention observes, where other ranks execute a part of what was
+                chosen; bool (E,); None: the demand.
 
         Returns:
             Passes to run, in order, each with the loads it needs. A demand beyond the capacity
@@ -501,7 +507,7 @@ class ExpertCache:
         # The rule of `retain` for one row: NumPy reduces one axis of two ten times slower.
         rows = self._layers[layer]
         resident_E = self.resident_LE[layer]
-        self.retention.observe(rows, demand_E[None])
+        self.retention.observe(rows, (demand_E if chosen_E is None else chosen_E)[None])
         missing = (demand_E & ~resident_E).nonzero()[0]
         num_asked, num_missing = int(np.count_nonzero(demand_E)), len(missing)
         ledger = self.ledger

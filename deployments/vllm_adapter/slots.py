@@ -267,6 +267,10 @@ class SlotRuntime:
         """Whether a layer that lacks nothing needs no decision at all."""
         return self._owned_LE is None and not self.cache.budget
 
+    def _own(self, layer: int, chosen_E: BoolArray) -> BoolArray:
+        """What this rank executes of what was chosen."""
+        return chosen_E if self._owned_LE is None else chosen_E & self._owned_LE[layer]
+
     def _tell_hits(self) -> None:
         """Let the policy count the layers of this step that lacked nothing."""
         if not self._hits:
@@ -290,20 +294,19 @@ class SlotRuntime:
         """Decide, load and compute."""
         self._tell_hits()  # the decision may look at the layers below
         hidden_TH = call.hidden_TH
-        demand_E = np.zeros(self._num_experts, dtype=np.bool_)
-        demand_E[ids] = True
-        if self._owned_LE is not None:
-            demand_E &= self._owned_LE[layer]
+        chosen_E = np.zeros(self._num_experts, dtype=np.bool_)
+        chosen_E[ids] = True
+        demand_E = self._own(layer, chosen_E)
         self.copier.finish(layer)
         scores_E = self._scores(layer, demand_E, hidden_TH, logits_TE)
         if np.count_nonzero(demand_E) <= self.cache.capacity:
-            self._run_whole(layer, call, ids, demand_E, scores_E)
+            self._run_whole(layer, call, ids, chosen_E, scores_E)
         elif len(ids) <= self._exact_tokens:
             self._run_by_tokens(layer, call, ids, scores_E)
         elif self._reads_source and self._owned_LE is None:
             self._run_from_source(layer, call, demand_E)
         else:
-            self._run_by_experts(layer, call, ids, demand_E, scores_E)
+            self._run_by_experts(layer, call, ids, chosen_E, scores_E)
         self._ready_LE[layer] = self.cache.slot_LE[layer]
         self._refine_next(layer, hidden_TH)
 
@@ -328,10 +331,11 @@ class SlotRuntime:
         layer: int,
         call: _Call,
         ids: IntArray,
-        demand_E: BoolArray,
+        chosen_E: BoolArray,
         scores_E: FloatArray | None,
     ) -> None:
-        loads = self.cache.access(layer, demand_E, scores_E).passes[0].loads
+        plan = self.cache.access(layer, self._own(layer, chosen_E), scores_E, chosen_E)
+        loads = plan.passes[0].loads
         if loads:
             self.copier.copy(self.layers[layer].jobs(loads))
         slots_Tk = self.cache.slot_LE[layer][ids]
@@ -346,12 +350,10 @@ class SlotRuntime:
         owned_E = None if self._owned_LE is None else self._owned_LE[layer]
         groups = token_groups(ids, self.cache.resident_LE[layer], self.cache.capacity, owned_E)
         for tokens in groups:
-            demand_E = np.zeros(self._num_experts, dtype=np.bool_)
-            demand_E[ids[tokens]] = True
-            if owned_E is not None:
-                demand_E &= owned_E
+            chosen_E = np.zeros(self._num_experts, dtype=np.bool_)
+            chosen_E[ids[tokens]] = True
             part = call.rows(tokens)
-            self._run_whole(layer, part, ids[tokens], demand_E, scores_E)
+            self._run_whole(layer, part, ids[tokens], chosen_E, scores_E)
             call.output_TH[_index(tokens, call.output_TH)] = part.output_TH
 
     def _run_from_source(self, layer: int, call: _Call, demand_E: BoolArray) -> None:
@@ -365,12 +367,13 @@ class SlotRuntime:
         layer: int,
         call: _Call,
         ids: IntArray,
-        demand_E: BoolArray,
+        chosen_E: BoolArray,
         scores_E: FloatArray | None,
     ) -> None:
         total_TH = torch.zeros_like(call.output_TH, dtype=torch.float32)
         slot_E = self.cache.slot_LE[layer].copy()  # the cache's own is that after the last pass
-        for one in self.cache.access(layer, demand_E, scores_E).passes:
+        demand_E = self._own(layer, chosen_E)
+        for one in self.cache.access(layer, demand_E, scores_E, chosen_E).passes:
             self.copier.copy(self.layers[layer].jobs(one.loads))
             for load in one.loads:
                 if load.evicted >= 0:

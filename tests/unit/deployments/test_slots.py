@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cachemgr.learned import ScoreTable
-from cachemgr.policies import ExpertCache, Retention, make_retention
+from cachemgr.policies import LRU, ExpertCache, Retention, make_retention
+from cachemgr.types import BoolArray
 from deployments.vllm_adapter.slots import (
     HostCopier,
     Jobs,
@@ -160,6 +161,35 @@ def test_ranks_add_up_to_the_whole() -> None:
     assert not (ranks[0].cache.resident_LE & ~owned_LE).any()
 
 
+class Hearing(LRU):
+    """Remembers what it last heard of."""
+
+    heard: tuple[int, ...] = ()
+
+    def observe(self, rows: slice, demand_RE: BoolArray) -> None:
+        self.heard = tuple(demand_RE[0].nonzero()[0])
+        super().observe(rows, demand_RE)
+
+
+@pytest.mark.parametrize(
+    ("ids", "exact_tokens"),
+    [([[0, 1], [2, 3], [1, 3]], 1000), ([[0, 2], [0, 4], [6, 1]], 0)],  # in one call, in passes
+)
+def test_policy_of_a_rank_hears_what_all_ranks_execute(
+    ids: list[list[int]], exact_tokens: int
+) -> None:
+    owned_LE = np.tile(np.arange(E) % 2 == 0, (L, 1))
+    retention = Hearing(L, E)
+    runtime = make_runtime(
+        2, make_source(), owned_LE=owned_LE, retention=retention, exact_tokens=exact_tokens
+    )
+    hidden, weights, _ = Batches(make_source()).step(3)
+    chosen = torch.tensor(ids, dtype=torch.int32)
+    runtime.run(1, kernel, torch.empty(3, H), hidden, weights, chosen)
+    assert set(retention.heard) == {expert for token in ids for expert in token}
+    assert not (runtime.cache.resident_LE & ~owned_LE).any()
+
+
 class Scores:
     """Retention by the logits; predicts the experts given for each layer."""
 
@@ -244,7 +274,7 @@ def looking_around() -> Retention:
     """A score that depends on what the layers below chose in this step."""
     window_LWEE = np.random.default_rng(0).normal(size=(L, 3, E, E)).astype(np.float32)
     bias_LE = np.zeros((L, E), dtype=np.float32)
-    table = ScoreTable("m", None, (4.0,), 0.5, window_LWEE[:, :1], window_LWEE, bias_LE, {})
+    table = ScoreTable("m", None, (4.0,), 0.5, window_LWEE[:, :1, 0], window_LWEE, bias_LE, {})
     return make_retention("learned", L, E, table=table)
 
 
