@@ -39,7 +39,10 @@ from app.prefill_request import ASK_FOR_HANDOFF
 from bench.engines import start_engine
 from bench.peers import free_ports
 from bench.report import Spread, progress_line, stdout_to_stderr, table
+from cachemgr.learned import HALF_LIVES, ScoreTable
 from cachemgr.policies import ExpertCache, make_retention
+from cachemgr.training import GAMMA, default_reach
+from cachemgr.types import BoolArray
 from calibration.artifact import Artifact
 from calibration.capture import Prompt, read_prompts, sample
 from deployments.clients import split_handoff
@@ -59,8 +62,8 @@ ROUTINGS = ("jsq", "soft")
 POLICIES = ("lru", "lrfu", "temporal")
 DECODE_TOKENS = 32
 FRACTION = 0.5
-POLICY_SHAPE = (128, 64, 8, 4)  # experts, slots, top-k, tokens of a step: a large model's layer
-POLICY_STEPS = 3000
+POLICY_SHAPE = (24, 128, 64, 8, 4)  # layers, experts, slots, top-k, tokens: of a large model
+POLICY_STEPS = 125
 
 
 def add_cli(subparsers: Any) -> None:
@@ -228,30 +231,45 @@ async def _halve(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
 def policy_us(seed: int, steps: int = POLICY_STEPS) -> dict[str, float]:
     """Time of one layer's decision in microseconds, by policy, hits and misses as they come.
 
-    Batches of tokens whose experts drift slowly, on the shape of a large model's layer.
+    Batches of tokens whose experts drift slowly, on the shape of a large model. Its layers take
+    turns, so that a score's weights come from as far in memory as they do in a worker.
     """
-    num_experts, capacity, top_k, tokens = POLICY_SHAPE
+    num_layers, num_experts, capacity, top_k, tokens = POLICY_SHAPE
     rng = np.random.default_rng(seed)
-    logits_TE = rng.normal(size=(tokens, num_experts)) * 2
-    demands = []
+    logits_LTE = rng.normal(size=(num_layers, tokens, num_experts)) * 2
+    demands: list[BoolArray] = []
     for _ in range(steps):
-        logits_TE += rng.normal(size=logits_TE.shape) * 0.1
-        keys_TE = logits_TE + rng.gumbel(size=logits_TE.shape) * 0.3
-        demand_E = np.zeros(num_experts, dtype=np.bool_)
-        demand_E[np.argpartition(-keys_TE, top_k, axis=1)[:, :top_k]] = True
-        demands.append(demand_E)
+        logits_LTE += rng.normal(size=logits_LTE.shape) * 0.1
+        keys_LTE = logits_LTE + rng.gumbel(size=logits_LTE.shape) * 0.3
+        chosen_LTE = np.zeros(logits_LTE.shape, dtype=np.bool_)
+        best_LTk = np.argpartition(-keys_LTE, top_k, axis=2)[:, :, :top_k]
+        np.put_along_axis(chosen_LTE, best_LTk, True, axis=2)
+        demands.append(np.logical_or.reduce(chosen_LTE, axis=1))
+    table = _random_score(num_layers, num_experts, rng)
     result = {}
-    for policy in POLICIES:
+    for policy in (*POLICIES, "learned"):
         name = "given" if policy == "temporal" else policy
-        cache = ExpertCache(1, num_experts, capacity, top_k, make_retention(name, 1, num_experts))
+        retention = make_retention(name, num_layers, num_experts, table=table)
+        cache = ExpertCache(num_layers, num_experts, capacity, top_k, retention)
         scores_E = rng.random(num_experts) if name == "given" else None
         times_s = []
-        for demand_E in demands:
-            started = time.perf_counter()
-            cache.access(0, demand_E, scores_E)
-            times_s.append(time.perf_counter() - started)
+        for demand_LE in demands:
+            for layer, demand_E in enumerate(demand_LE):
+                started = time.perf_counter()
+                cache.access(layer, demand_E, scores_E)
+                times_s.append(time.perf_counter() - started)
         result[policy] = round(median(times_s) * 1e6, 1)
     return result
+
+
+def _random_score(num_layers: int, num_experts: int, rng: np.random.Generator) -> ScoreTable:
+    """A learned score of the shape that training would give it."""
+    width = 2 * default_reach(num_layers, num_experts) + 1
+    own, window, bias = (
+        rng.normal(size=(num_layers, *shape, num_experts)).astype(np.float32)
+        for shape in ((len(HALF_LIVES),), (width, num_experts), ())
+    )
+    return ScoreTable("random", None, HALF_LIVES, GAMMA, own, window, bias, {})
 
 
 # ---- loads ---------------------------------------------------------------------------------------

@@ -37,6 +37,6 @@ def test_loads_are_medians_of_runs() -> None:
 
 
 def test_decisions_are_timed_for_every_policy() -> None:
-    times = policy_us(seed=0, steps=50)
-    assert set(times) == set(POLICIES)
+    times = policy_us(seed=0, steps=5)
+    assert set(times) == {*POLICIES, "learned"}
     assert all(us > 0 for us in times.values())
