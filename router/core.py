@@ -489,15 +489,15 @@ class RoutingCore:
         joined = self._joined_at_K
         self._joined_at_K = np.array([new_since if k is None else joined[k] for k in kept_K])
         self._centroid_K = assign_centroids(ids, assignment, len(self._scores_C) - 1)
-        if self.policy.follows_batch:
-            self._lay_out_running(kept_K)
+        if ids and self.policy.follows_batch:
+            self._lay_out_running(kept_K, self._centroids_CD)
         self._ids = list(ids)
         self._index = {replica_id: k for k, replica_id in enumerate(ids)}
 
-    def _lay_out_running(self, kept_K: Sequence[int | None]) -> None:
+    def _lay_out_running(self, kept_K: Sequence[int | None], centroids_CD: Float32Array) -> None:
         """Rebuild the mean signatures: kept replicas keep theirs, others get their centroid."""
         running_KD, had_K = self._running_KD, self._has_running_K
-        num_dims = self._centroids_CD.shape[1]
+        num_dims = centroids_CD.shape[1]
         kept = np.array([-1 if k is None else k for k in kept_K], dtype=np.int64)
         is_kept_K = kept >= 0
         is_kept_K[is_kept_K] = had_K[kept[is_kept_K]]
@@ -506,7 +506,7 @@ class RoutingCore:
         if is_kept_K.any():  # else the old ones may be of another length
             np.take(running_KD, kept, axis=0, out=self._running_KD, mode="clip")
         self._running_KD[~is_kept_K] = np.nan
-        self._running_KD[is_new_K] = self._centroids_CD[self._centroid_K[is_new_K]]
+        self._running_KD[is_new_K] = centroids_CD[self._centroid_K[is_new_K]]
         self._has_running_K = is_kept_K | is_new_K
 
     def _allowed(self, exclude: Collection[str]) -> IntArray | None:

@@ -209,9 +209,9 @@ class DecodeReplica:
         return float(present_LE[:, : num_experts - slots].sum()) / num_layers
 
     def _count(self, run: int) -> None:
-        totals = self.totals
+        totals, tokens = self.totals, run * len(self._batch)
         totals.steps += run
-        totals.tokens += run * len(self._batch)
+        totals.tokens += tokens
         totals.distinct += run * self.distinct
-        totals.token_distinct += run * len(self._batch) * self.distinct
+        totals.token_distinct += tokens * self.distinct
         totals.loads += run * self._loads

@@ -69,6 +69,12 @@ class FittedRouter:
         first, second = len(parts[0]), len(parts[0]) + len(parts[1])
         return rows_MD[:first], rows_MD[first:second], rows_MD[second:]
 
+    @cached_property
+    def cosines_NN(self) -> Float32Array:
+        """Between the served requests; float32 (N, N)."""
+        signatures_ND = self.compact[0]
+        return signatures_ND @ signatures_ND.T
+
 
 def fit_router(workload: Workload, k: int, signature: str, clustering: str) -> FittedRouter:
     """Fit the artifact, and take the signatures of the served requests once.
@@ -166,6 +172,7 @@ class PooledCore(RoutingCore):
     ) -> None:
         self._settings, self._policy_name, self._seed = settings, policy, seed
         self._signatures_ND, centroids_KD, self._reservoir_RD = router.compact
+        self._cosines_NN = router.cosines_NN
         self._scores_NK: Float32Array | None = None
         self._row = 0
         self._recent: deque[int] = deque(maxlen=RECENT_REQUESTS)
@@ -233,10 +240,15 @@ class PooledCore(RoutingCore):
     def _signature(
         self, counts_LE: CountArray | None, prompt_tokens: int | None, now: float
     ) -> tuple[Float32Array | None, FallbackReason | None]:
-        return self._signatures_ND[self._row], None
+        return self._cosines_NN[self._row], None
 
-    def _note_running(self, scores_K: Float32Array) -> None:
-        """Nobody reads here how near requests were; it takes a tenth of a simulation."""
+    def _scores(self, signature_D: Float32Array) -> Float32Array:
+        """For policies that follow the batch; others have theirs from `_look_up`."""
+        return self._running_KD[:, self._row].copy()
+
+    def _lay_out_running(self, kept_K: Sequence[int | None], centroids_CD: Float32Array) -> None:
+        """Cosines with each request of the pool stand for a vector: their mean needs no product."""
+        super()._lay_out_running(kept_K, centroids_CD @ self._signatures_ND.T)
 
     def _look_up(self) -> Float32Array:
         """Score of each request with each replica's centroid, NaN without one; (N, K)."""

@@ -174,7 +174,10 @@ class Simulator:
         # Plain lists: an element of an array costs five times as much.
         self._times, self._rows = times_N.tolist(), rows_N.tolist()
         self._lengths = lengths_N.tolist()
-        self._prompts = workload.prompt_tokens_N[rows_N].tolist()
+        prompts_N = workload.prompt_tokens_N[rows_N].astype(np.int64)
+        self._prompts = prompts_N.tolist()
+        transfer = config.transfer
+        self._transfer_s = ((transfer.base_ms + transfer.per_token_ms * prompts_N) / 1e3).tolist()
         self._domains = workload.domains_N[rows_N].tolist()
         self._ids = [str(number) for number in range(len(times_N))]
         self._first = [math.nan] * len(times_N)
@@ -303,10 +306,9 @@ class Simulator:
         if selection.band_size is not None:
             self._band_sum += selection.band_size
             self._num_banded += 1
-        transfer = self._config.transfer
-        took = (transfer.base_ms + transfer.per_token_ms * self._prompts[request]) / 1e3
         replica = self._pool[selection.replica_id]
-        replica.submit(request, row, self._lengths[request] - 1, now + took)
+        ready = now + self._transfer_s[request]
+        replica.submit(request, row, self._lengths[request] - 1, ready)
         if replica.next_finish < self._next_finish:
             self._next_finish = replica.next_finish
 
