@@ -82,6 +82,7 @@ def build_app(config: EldrConfig) -> Any:
                 "internal_key": internal_key,
                 "has_cache": config.cache.enabled and phase is Phase.DECODE,
                 "cache_control": ControlSettings() if config.cache.adaptive else None,
+                "artifact": config.router.artifact,
                 "planning": planner_settings(config) if phase is Phase.DECODE else None,
             },
             override_serve_options={

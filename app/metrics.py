@@ -56,6 +56,22 @@ class IngressMetrics:
         self._fallbacks.inc(1, {"reason": reason})
 
 
+class CacheMetrics:
+    """How a decode replica's expert cache fits what it serves; made inside the replica.
+
+    What the cache counts step by step is in vLLM's own metrics (`vllm:eldr_cache_*`).
+    """
+
+    def __init__(self) -> None:
+        self._overlap = Gauge(
+            "eldr_cache_home_overlap",
+            "Share of the uses expected of the replica's cluster that fall on resident experts.",
+        )
+
+    def overlap(self, share: float) -> None:
+        self._overlap.set(share)
+
+
 class PlacementMetrics:
     """Where a decode replica's experts are, as its node's manager says; made inside the replica."""
 

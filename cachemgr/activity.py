@@ -154,6 +154,16 @@ def expected_max_active(
     return _clark_max(np.stack(means), np.stack(covariances))
 
 
+def resident_share(rate_LE: FloatArray, resident_LE: BoolArray) -> float:
+    """Share of expected uses that fall on resident experts: B / E for a blind choice.
+
+    Args:
+        rate_LE: how often a token chooses each expert; >= 0, not all 0.
+        resident_LE: experts in slots.
+    """
+    return float(rate_LE[resident_LE].sum() / rate_LE.sum())
+
+
 def expected_active(
     joint_LEE: FloatArray, placement_LP: IntArray, num_ranks: int, dispatch: Dispatch = "split"
 ) -> FloatArray:

@@ -8,15 +8,18 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from cachemgr.activity import resident_share
 from cachemgr.actor import create_manager
 from cachemgr.manager import ControlSettings
-from cachemgr.planner import PlannerSettings, plan_file
+from cachemgr.planner import PlannerSettings, nearest_cluster, plan_file
+from calibration.artifact import Artifact
 from deployments.vllm_adapter.eplb import PLAN_PATH
 from router.actor import router_handle
 
@@ -147,6 +150,26 @@ class Heartbeat:
         return await getattr(router_handle(self._app_name), method).remote(*args)
 
 
+def home_overlap(
+    artifact: Artifact, centroid: int | None, home: bytes | None, residents: Sequence[bytes]
+) -> float:
+    """Share of the uses expected of a replica's cluster that fall on its resident experts.
+
+    Args:
+        artifact: see `nearest_cluster`.
+        centroid: see `nearest_cluster`.
+        home: see `nearest_cluster`.
+        residents: of each worker, its resident experts as bits, layer by layer; ranks add up.
+    """
+    cluster = nearest_cluster(artifact, centroid, home)
+    rate_KLE = artifact.cluster_activation_KLE
+    rate_LE = rate_KLE.mean(axis=0) if cluster is None else rate_KLE[cluster]
+    bits_RN = np.stack([np.frombuffer(bits, dtype=np.uint8) for bits in residents])
+    bits_LN = np.bitwise_or.reduce(bits_RN, axis=0).reshape(artifact.num_layers, -1)
+    resident_LE = np.unpackbits(bits_LN, axis=1, count=artifact.num_experts).astype(np.bool_)
+    return resident_share(rate_LE, resident_LE)
+
+
 class ManagerReporter:
     """Reports from a replica to its node's manager, on the replica's event loop, once a second.
 
@@ -207,15 +230,37 @@ class CacheReporter(ManagerReporter):
     """Reports this replica's expert cache to its node's manager, and changes what that one says.
 
     The targets travel with each report, so that a restarted manager gets them back.
+
+    Args:
+        artifact: says which experts the replica's cluster is expected to use; None: not known.
+        home: the replica's centroid, as `Heartbeat.home`.
+        export: takes the share of those uses that fall on resident experts.
     """
 
     _known: dict[str, Any] | None = None
     _refused: str | None = None
 
+    def __init__(
+        self,
+        app_name: str,
+        replica_id: str,
+        control: ControlSettings | None,
+        call: Callable[..., Awaitable[list[Any]]],
+        *,
+        artifact: Artifact | None,
+        home: Callable[[], Home | None],
+        export: Callable[[float], None],
+    ) -> None:
+        super().__init__(app_name, replica_id, control, call)
+        self._artifact, self._home, self._export = artifact, home, export
+
     async def report(self) -> None:
         """One exchange with the manager."""
         manager = await self._connect()
         stats = await self._call("eldr_cache_stats")
+        residents = [worker.pop("resident") for worker in stats]
+        if (home := self._home()) is not None and self._artifact is not None:
+            self._export(home_overlap(self._artifact, *home, residents))
         answer = await manager.report.remote(self._replica_id, stats[0], self._known, self._refused)
         self._known, self._refused = answer["targets"], None
         if answer["changes"]:

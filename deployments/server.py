@@ -19,9 +19,10 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from app.metrics import PlacementMetrics
+from app.metrics import CacheMetrics, PlacementMetrics
 from cachemgr.manager import ControlSettings
 from cachemgr.planner import PlannerSettings
+from calibration.artifact import Artifact
 from deployments.engine import Phase
 from deployments.gate import Gate
 from deployments.replica import (
@@ -57,6 +58,7 @@ class EngineServer(LLMServer):
         internal_key: str,
         cache_control: ControlSettings | None = None,
         has_cache: bool = False,
+        artifact: str | None = None,
         planning: PlannerSettings | None = None,
     ) -> None:
         host = ray.util.get_node_ip_address()
@@ -92,7 +94,13 @@ class EngineServer(LLMServer):
         self._cache_reporter: CacheReporter | None = None
         if has_cache:
             self._cache_reporter = CacheReporter(
-                app_name, self._replica_id, cache_control, self.collective_rpc
+                app_name,
+                self._replica_id,
+                cache_control,
+                self.collective_rpc,
+                artifact=None if artifact is None else Artifact.load(artifact),
+                home=lambda: self._heartbeat.home,
+                export=CacheMetrics().overlap,
             )
             self._cache_reporter.start()
         self._placement_reporter: PlacementReporter | None = None

@@ -281,6 +281,7 @@ class InstalledCache:
             "load_bytes": loads * self.expert_bytes,
             "copy_s": runtime.copier.busy_s,
             "evictions": totals.evictions,
+            "resident": np.packbits(runtime.cache.resident_LE, axis=1).tobytes(),
         }
 
 

@@ -200,23 +200,37 @@ def test_counts_are_exported(engine: Engine, prompts: list[Prompt]) -> None:
         assert 0.5 * stats[name] <= value <= stats[name], name
 
 
-def test_manager_sets_a_running_engine_and_survives_its_end(engine: Engine) -> None:
+def test_manager_sets_a_running_engine_and_survives_its_end(
+    engine: Engine, prompts: list[str]
+) -> None:
     import ray
 
     from cachemgr.actor import create_manager
+    from calibration.artifact import Artifact
     from deployments.replica import CacheReporter
 
     ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
         node_id = ray.get_runtime_context().get_node_id()
         manager = create_manager("test", node_id, None)
-        reporter = CacheReporter("test", "decode-1", None, engine.engine.collective_rpc)
+        shares: list[float] = []
+        reporter = CacheReporter(
+            "test",
+            "decode-1",
+            None,
+            engine.engine.collective_rpc,
+            artifact=Artifact.load(ROOT / "models" / "demo" / "calibration"),
+            home=lambda: (0, None),
+            export=shares.append,
+        )
 
         def report() -> int:
             engine.loop.run_until_complete(reporter.report())
             return int(engine.call("eldr_cache_stats")["slots"])
 
+        engine.answers(prompts[:4], "resident")
         assert report() == 32
+        assert 32 / 64 < shares[-1] < 1  # experts in slots are those that requests use
         assert "below top-k" in ray.get(manager.set_targets.remote({"slots": 3}))["error"]
         assert ray.get(manager.set_targets.remote({"slots": 16}))["targets"]["slots"] == 16
         assert report() == 16
