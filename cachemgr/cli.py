@@ -54,7 +54,17 @@ def _add_train(commands: Any) -> None:
         type=int,
         help="layers to look at on each side (default: those whose experts number at most 800)",
     )
-    train.add_argument("--capacity", type=int, help="slots of the measurement (default: 2 x top-k)")
+    train.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        help="requests that an engine decodes together; a score holds for such batches (default 1)",
+    )
+    train.add_argument(
+        "--capacity",
+        type=int,
+        help="slots of the measurement (default: 2 x top-k; of batches half of the experts)",
+    )
     train.add_argument("--json", action="store_true", help="print one JSON object")
     train.set_defaults(func=_train)
 
@@ -298,6 +308,7 @@ def _joint(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     from app.model_facts import model_facts
+    from cachemgr.joint import Cell, batch_demands, fill
     from cachemgr.learned import Learned
     from cachemgr.policies import check_capacity
     from cachemgr.replay import replay
@@ -315,7 +326,10 @@ def _train(args: argparse.Namespace) -> int:
             f"{args.ids} has {trace.num_layers} layers x {trace.num_experts} experts, {args.model} "
             f"{facts.num_moe_layers} x {facts.num_experts}: give the model that was traced"
         )
-    capacity = 2 * trace.top_k if args.capacity is None else args.capacity
+    if args.batch < 1:
+        raise ValueError(f"--batch must be at least 1, got {args.batch}")
+    default = 2 * trace.top_k if args.batch == 1 else trace.num_experts // 2
+    capacity = default if args.capacity is None else args.capacity
     check_capacity(capacity, trace.num_experts, trace.top_k)
     held_out, training = split(trace, args.held_out, args.seed)
     with _Bars() as bars:
@@ -323,17 +337,24 @@ def _train(args: argparse.Namespace) -> int:
             training,
             args.model,
             fingerprint=None if facts is None else facts.fingerprint,
+            batch=args.batch,
+            seed=args.seed,
             reach=args.reach,
             progress=bars.start("train", len(training.ids_TLk)),
         )
-        outcomes = replay(
-            held_out,
-            ["lru", "lfu", "lrfu", "learned", "min"],
-            capacity,
-            learned=partial(Learned, table),
-            progress=bars.start,
-        )
-    figures = {name: outcome.figures() for name, outcome in outcomes.items()}
+        names = ["lru", "lfu", "lrfu", "learned", "min"]
+        if args.batch > 1:
+            demands = batch_demands(held_out, args.batch, args.seed)
+            num_tokens = len(demands.ids_SRU) * args.batch
+            figures = {}
+            for name in names:
+                fill(cell := Cell([], [], []), demands, num_tokens, name, capacity, 0.03, table)
+                figures[name] = {"loads_per_token": cell.loads_per_token[0]}
+        else:
+            outcomes = replay(
+                held_out, names, capacity, learned=partial(Learned, table), progress=bars.start
+            )
+            figures = {name: outcome.figures() for name, outcome in outcomes.items()}
     loads = {name: row["loads_per_token"] for name, row in figures.items()}
     gap = loads["lrfu"] - loads["min"]
     closed = (loads["lrfu"] - loads["learned"]) / gap if gap else float("nan")
@@ -347,8 +368,11 @@ def _train(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"closed": closed, **figures}))
         return 0
-    print(f"{len(held_out)} held-out requests, {capacity} slots a layer")
-    print(_table(figures))
+    print(f"{len(held_out)} held-out requests, batch {args.batch}, {capacity} slots a layer")
+    if args.batch > 1:
+        print(", ".join(f"{name} {value:.2f}" for name, value in loads.items()), "loads a token")
+    else:
+        print(_table(figures))
     print(f"{closed:.1%} of the loads between lrfu and min saved; written: {args.out}")
     return 0
 

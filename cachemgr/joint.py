@@ -89,6 +89,31 @@ class UnionRecorder:
         return Demands(ids_SKLU.reshape(num_steps, -1, width), self._num_experts)
 
 
+def batch_demands(trace: RoutingTrace, batch: int, seed: int) -> Demands:
+    """What a busy replica executes: requests one after the other in `batch` lanes, in any order.
+
+    Args:
+        trace: requests.
+        batch: lanes, each with one token a step.
+        seed: of the order of requests.
+
+    Raises:
+        ValueError: fewer tokens than lanes.
+    """
+    order = np.random.default_rng(seed).permutation(len(trace))
+    tokens_TLk = np.concatenate([trace.tokens(int(request)) for request in order])
+    num_steps = len(tokens_TLk) // batch
+    if not num_steps:
+        raise ValueError(
+            f"a batch of {batch} needs as many tokens, the trace has {len(tokens_TLk)}"
+        )
+    unions_SLE = np.zeros((num_steps, trace.num_layers, trace.num_experts), dtype=np.bool_)
+    for lane in range(batch):
+        ids_SLk = tokens_TLk[lane * num_steps : (lane + 1) * num_steps]
+        np.put_along_axis(unions_SLE, ids_SLk.astype(np.int64), True, axis=2)
+    return Demands(_as_ids(unions_SLE), trace.num_experts)
+
+
 def _as_ids(unions_SLE: BoolArray) -> NDArray[np.int16]:
     """Ids of each union, ascending and padded with -1."""
     sizes_SL = np.count_nonzero(unions_SLE, axis=2)
@@ -169,11 +194,11 @@ def joint(
                 for capacity in capacities:
                     tell(f"seed {seed}, {routing}, {name} {capacity}")
                     cell = matrix[name][routing][capacity]
-                    _fill(cell, demands, recorder.num_tokens, name, capacity, lambda_, table)
+                    fill(cell, demands, recorder.num_tokens, name, capacity, lambda_, table)
     return matrix
 
 
-def _fill(
+def fill(
     cell: Cell,
     demands: Demands,
     num_tokens: int,
@@ -182,6 +207,7 @@ def _fill(
     lambda_: float,
     table: ScoreTable | None,
 ) -> None:
+    """Replay a cache policy, or `min`, over what batches execute, and add its figures to a cell."""
     sizes_SR = demands.sizes_SR
     num_steps = np.count_nonzero(sizes_SR)
     if name == "min":

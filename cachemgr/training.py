@@ -6,12 +6,13 @@ W layers of the window.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cachemgr.bound import Demands
+from cachemgr.joint import batch_demands
 from cachemgr.learned import HALF_LIVES, History, ScoreTable
 from cachemgr.replay import layer_demands
 from cachemgr.types import BoolArray, FloatArray
@@ -34,6 +35,8 @@ def train(
     model_id: str,
     *,
     fingerprint: str | None = None,
+    batch: int = 1,
+    seed: int = 0,
     reach: int | None = None,
     gamma: float = GAMMA,
     half_lives: tuple[float, ...] = HALF_LIVES,
@@ -49,6 +52,8 @@ def train(
         trace: requests to learn from.
         model_id: name of the model that was traced.
         fingerprint: of that model, where it is known.
+        batch: requests that a step decodes; what it executes is the union of their choices.
+        seed: of the batches.
         reach: layers of the window to each side of a layer; None takes `default_reach`.
         gamma: discount of the target, in (0, 1).
         half_lives: of the decayed counts, in steps.
@@ -70,14 +75,15 @@ def train(
     num_features = num_own + (2 * reach + 1) * num_experts + 1
     gram_LXX = np.zeros((num_layers, num_features, num_features))
     moment_LXE = np.zeros((num_layers, num_features, num_experts))
-    order = np.argsort(-trace.num_tokens_N, kind="stable")  # equal lengths waste no steps
-    for first in range(0, len(order), REQUESTS_PER_BLOCK):
-        block = trace.subset(order[first : first + REQUESTS_PER_BLOCK])
-        _accumulate(block, reach, gamma, half_lives, gram_LXX, moment_LXE)
+    num_steps = 0
+    for demands in _blocks(trace, batch, seed):
+        done = int(demands.active_S.sum()) // num_layers
+        _accumulate(demands, num_layers, reach, gamma, half_lives, gram_LXX, moment_LXE)
+        num_steps += done
         if progress is not None:
-            progress(len(block.ids_TLk))
-    penalty_X = np.full(num_features, ridge * len(trace.ids_TLk))
-    penalty_X[-1] = 1e-9 * len(trace.ids_TLk)  # the bias is free
+            progress(done * batch)
+    penalty_X = np.full(num_features, ridge * num_steps)
+    penalty_X[-1] = 1e-9 * num_steps  # the bias is free
     own_LHE = np.empty((num_layers, len(half_lives), num_experts), dtype=np.float32)
     others_LXE = np.empty((num_layers, num_features - num_own, num_experts), dtype=np.float32)
     for layer in range(num_layers):
@@ -98,6 +104,7 @@ def train(
         {
             "num_requests": len(trace),
             "num_tokens": len(trace.ids_TLk),
+            "batch": batch,
             "ridge": ridge,
             "target": "gamma^(steps until next use - 1)",
         },
@@ -132,6 +139,16 @@ def split(trace: RoutingTrace, held_out: int, seed: int) -> tuple[RoutingTrace, 
     if not kept:
         raise ValueError("every request to train on repeats a held-out one: give another trace")
     return trace.subset(measured), trace.subset(kept)
+
+
+def _blocks(trace: RoutingTrace, batch: int, seed: int) -> Iterator[Demands]:
+    """What is executed step by step: by requests of like length alone, or by one busy replica."""
+    if batch > 1:
+        yield batch_demands(trace, batch, seed)
+        return
+    order = np.argsort(-trace.num_tokens_N, kind="stable")  # equal lengths waste no steps
+    for first in range(0, len(order), REQUESTS_PER_BLOCK):
+        yield layer_demands(trace.subset(order[first : first + REQUESTS_PER_BLOCK]))
 
 
 def _solve(
@@ -169,7 +186,8 @@ def _solve(
 
 
 def _accumulate(
-    trace: RoutingTrace,
+    demands: Demands,
+    num_layers: int,
     reach: int,
     gamma: float,
     half_lives: tuple[float, ...],
@@ -177,12 +195,11 @@ def _accumulate(
     moment_LXE: NDArray[np.float64],
 ) -> None:
     """Add a block of requests to the normal equations of every layer."""
-    num_layers, num_experts = trace.num_layers, trace.num_experts
-    demands = layer_demands(trace)
-    active_S = demands.active_S
+    num_experts, active_S = demands.num_items, demands.active_S
+    num_requests = demands.ids_SRU.shape[1] // num_layers
     targets_SRE = _targets(demands, active_S, gamma)
-    history = History(len(trace), num_layers, num_experts, half_lives, reach)
-    buffer = TOKENS_PER_PRODUCT + len(trace)
+    history = History(num_requests, num_layers, num_experts, half_lives, reach)
+    buffer = TOKENS_PER_PRODUCT + num_requests
     features_LTX = np.ones((num_layers, buffer, gram_LXX.shape[1]), dtype=np.float32)
     targets_LTE = np.empty((num_layers, buffer, num_experts), dtype=np.float32)
     filled = 0
@@ -217,7 +234,8 @@ def _targets(demands: Demands, active_S: NDArray[np.int64], gamma: float) -> NDA
 
 
 def _demand(demands: Demands, step: int, active: int) -> BoolArray:
-    """Demand of the active rows, which have no padding, as booleans; (R, E)."""
-    demand_RE = np.zeros((active, demands.num_items), dtype=np.bool_)
-    np.put_along_axis(demand_RE, demands.ids_SRU[step, :active].astype(np.int64), True, axis=1)
-    return demand_RE
+    """Demand of the active rows as booleans; (R, E)."""
+    # One more item takes the padding.
+    demand_RM = np.zeros((active, demands.num_items + 1), dtype=np.bool_)
+    np.put_along_axis(demand_RM, demands.ids_SRU[step, :active].astype(np.int64), True, axis=1)
+    return demand_RM[:, :-1]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from app.cli import main
+from cachemgr.joint import Cell, batch_demands, fill
 from cachemgr.learned import History, Learned, ScoreTable
 from cachemgr.policies import ExpertCache
 from cachemgr.replay import layer_demands, replay, run
@@ -125,6 +126,32 @@ def test_ridge_matches_its_definition():
         assert table.bias_LE[1, e] == pytest.approx(weights[-1], abs=1e-4)
 
 
+def test_batches_execute_the_union_of_their_lanes():
+    trace = echo_trace(4, 12)
+    demands = batch_demands(trace, 3, seed=0)
+    assert demands.ids_SRU.shape[:2] == (16, LAYERS)
+    order = np.random.default_rng(0).permutation(4)
+    tokens = np.concatenate([trace.tokens(int(r)) for r in order])
+    for step, layer in ((0, 0), (15, 2)):
+        ids = demands.ids_SRU[step, layer]
+        assert set(ids[ids >= 0]) == {
+            int(e) for lane in range(3) for e in tokens[16 * lane + step, layer]
+        }
+    with pytest.raises(ValueError, match="a batch of 49 needs as many tokens, the trace has 48"):
+        batch_demands(trace, 49, seed=0)
+
+
+def test_a_score_of_batches_saves_loads_of_batches(trained):
+    held_out, training, _ = trained
+    table = train(training, "echo", batch=3, reach=2)
+    cell = Cell([], [], [])
+    demands = batch_demands(held_out, 3, seed=1)
+    for name in ("learned", "lrfu"):
+        fill(cell, demands, 3 * len(demands.ids_SRU), name, 6, 0.03, table)
+    assert cell.loads_per_token[0] < 0.97 * cell.loads_per_token[1]
+    assert table.provenance["batch"] == 3
+
+
 def test_a_repeated_request_is_not_on_both_sides():
     trace = echo_trace(6).subset([0, 1, 2, 0, 1, 2])
     held_out, training = split(trace, 2, seed=3)
@@ -203,6 +230,9 @@ def test_train_and_replay_commands(tmp_path, capsys):
     assert main([*command, "--held-out", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"closed", "lru", "lfu", "lrfu", "learned", "min"}
+    assert main([*command, "--held-out", "4", "--batch", "0"]) == 2
+    assert main([*command, "--held-out", "4", "--batch", "3", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == set(report)
     replayed = ["cache", "replay", "--ids", str(ids), "--score", str(out), "--capacity", "4"]
     assert main([*replayed, "--policies", "learned,min"]) == 0
     assert "learned" in capsys.readouterr().out
