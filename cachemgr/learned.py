@@ -12,7 +12,7 @@ other layers, now and for the next tokens. Fitted by ridge regression, in closed
 a weighted sum of the counts, and a sum of one row of a matrix for each choice in the window.
 
 Axes: N requests that a replay steps together (1 in the runtime), L MoE layers, E experts, R rows
-(n * L + l), H half-lives, W layers of the window, S steps.
+(n * L + l), H half-lives, W layers of the window, S steps, P rows of its matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cachemgr.types import BoolArray, FloatArray, IntArray
+from cachemgr.types import BoolArray, FloatArray
 from calibration.storage import Arrays, check_version, read_folder, take, write_folder
 
 FORMAT_VERSION = 2
@@ -219,9 +219,9 @@ class History:
         own_HE: Floats = np.sqrt(self._counts_NLHE[request, layer])
         return own_HE
 
-    def window(self, request: int, layer: int) -> IntArray:
-        """Last choices of the layers around, when layers are observed in turn: w * E + e."""
-        return self._now_NLE[request, layer : layer + 2 * self.reach + 1].ravel().nonzero()[0]
+    def window(self, request: int, layer: int) -> BoolArray:
+        """Last choices of the layers around, when layers are observed in turn; (W * E,)."""
+        return self._now_NLE[request, layer : layer + 2 * self.reach + 1].ravel()
 
     def features(self, rows: slice, layer: int) -> tuple[Floats, BoolArray]:
         """Root counts and choices around of requests whose layers are observed all at once.
@@ -279,6 +279,7 @@ class Learned:
         self._own_LHE, self._bias_LE = table.own_LHE, table.bias_LE
         self._window_LXE = table.window_LWEE.reshape(num_layers, -1, num_experts)
         self._num_layers = num_layers
+        self._all_LE = self._window_LXE.sum(axis=1)
         # To pick rows into one buffer and to add them up by BLAS halves the time of their sum.
         self._picked_XE = np.empty(self._window_LXE.shape[1:], dtype=np.float32)
         self._ones_X = np.ones(len(self._picked_XE), dtype=np.float32)
@@ -294,11 +295,19 @@ class Learned:
             own_HE = self._history.own(request, layer)
             own_HE *= self._own_LHE[layer]
             scores_E: FloatArray = np.add.reduce(own_HE)
-            chosen = self._history.window(request, layer)
-            picked_XE = self._picked_XE[: len(chosen)]
+            around_X = self._history.window(request, layer)
+            # Of a large batch's choices the few that are missing are taken off the sum of all.
+            is_most = 2 * np.count_nonzero(around_X) > len(around_X)
+            rows_P = (~around_X if is_most else around_X).nonzero()[0]
+            picked_PE = self._picked_XE[: len(rows_P)]
             # Without a mode that cannot fail, take works on a copy of `out`.
-            self._window_LXE[layer].take(chosen, axis=0, out=picked_XE, mode="clip")
-            scores_E += self._ones_X[: len(chosen)] @ picked_XE
+            self._window_LXE[layer].take(rows_P, axis=0, out=picked_PE, mode="clip")
+            sum_E = self._ones_X[: len(rows_P)] @ picked_PE
+            if is_most:
+                scores_E += self._all_LE[layer]
+                scores_E -= sum_E
+            else:
+                scores_E += sum_E
             scores_E += self._bias_LE[layer]
             return scores_E[None]
         num_requests = (rows.stop - rows.start) // self._num_layers
