@@ -23,7 +23,7 @@ POLICIES = ("lru", "lfu", "lrfu", "temporal", "spatio")
 class Engine:
     """An in-process decode engine that computes its prompts itself."""
 
-    def __init__(self, cache: CacheConfig, **kwargs: Any) -> None:
+    def __init__(self, cache: CacheConfig, model: Path = MODEL, **kwargs: Any) -> None:
         from transformers import AutoTokenizer
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -37,7 +37,7 @@ class Engine:
         self.loop = asyncio.new_event_loop()
 
         async def start() -> Any:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(MODEL), **arguments))
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
 
         self.engine = self.loop.run_until_complete(start())
         self.num = 0
