@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from app.config import CacheConfig
 from app.model_facts import model_facts
-from cachemgr.placement_plan import PlacementPlan
+from cachemgr.actor import create_manager
+from cachemgr.migration import MigrationCost
+from cachemgr.placement_plan import IntArray, PlacementPlan
+from cachemgr.planner import MOVE_PRICE, PlannerSettings
 from calibration.capture import Prompt
-from tests.e2e.conftest import MODEL
-from tests.e2e.test_expert_cache import Engine
+from deployments.replica import Home, PlacementReporter
+from tests.e2e.conftest import MODEL, ROOT, wait_until
+from tests.e2e.test_expert_cache import Engine, pid_of
 
-RANKS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+# Steps of up to 128 tokens count as decode steps: what is left of a prompt that is cached is less.
+RANKS = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "max_num_seqs": 128}
 Answers = dict[str, list[int]]
 
 
@@ -85,6 +93,75 @@ def test_any_placement_gives_the_same_tokens(
     order_LP = [rng.permutation(facts.num_experts) for _ in range(facts.num_moe_layers)]
     configure(ranks, placement=write_plan(tmp_path / "plan.json", order_LP))
     assert ranks.answers(some, f"plan {seed}") == alone
+
+
+def test_managers_plan_reaches_both_ranks(
+    ranks: Engine, alone: Answers, some: list[Prompt], tmp_path: Path
+) -> None:
+    """Planned by the artifact's clusters, then by what both ranks ran; a killed manager goes on."""
+    home: list[Home] = [(0, None)]
+    told: list[Mapping[str, Any]] = []
+    settings = PlannerSettings(
+        artifact=str(ROOT / "models" / "demo" / "calibration"),
+        folder=str(tmp_path),
+        num_ranks=2,
+        num_spare=0,
+        batch=1,
+        interval_s=0.0,
+        cost=MigrationCost(1.0, MOVE_PRICE, 1e6),
+    )
+
+    def accesses() -> list[int]:
+        return [int(stats["accesses"]) for stats in ranks.call_all("eldr_cache_stats")]
+
+    def uses() -> IntArray:
+        one, other = ranks.call_all("eldr_expert_uses")
+        assert one == other  # routing is the same on both ranks
+        return np.array(one["uses_LE"])
+
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    try:
+        reporter = PlacementReporter(
+            "test",
+            "decode-1",
+            None,
+            ranks.engine.collective_rpc,
+            settings=settings,
+            home=lambda: home[0],
+            has_cache=True,
+            export=told.append,
+        )
+
+        def report() -> Mapping[str, Any]:
+            ranks.loop.run_until_complete(reporter.report())
+            return told[-1]
+
+        first = report()
+        assert first["version"] == 1
+        assert first["num_moves"] > 0
+        assert ranks.answers(some, "managed") == alone
+        counted, ran = uses(), accesses()
+        # Prompts are cached now but for their last block, so that every step is counted.
+        for _ in range(2):
+            ranks.answers(some, "managed", limit=1)
+        plan = PlacementPlan.load(told[-1]["path"])
+        uses_LE, num_ran = uses() - counted, np.subtract(accesses(), ran)
+        uses_LR = np.take_along_axis(uses_LE, plan.physical_to_logical_LP, axis=1)
+        assert num_ran.tolist() == uses_LR.reshape(len(uses_LE), 2, -1).sum(axis=(0, 2)).tolist()
+        assert report()["measured_balance"] >= 1
+        manager = create_manager("test", ray.get_runtime_context().get_node_id(), None)
+        pid = ray.get(manager.status.remote())["pid"]
+        os.kill(pid, signal.SIGKILL)
+        version, home[0] = told[-1]["version"], (1, None)
+        wait_until(lambda: pid_of(manager) not in (None, pid), 30, "the manager is back")
+        assert report()["version"] == version + 1
+        assert report()["num_moves"] > 0
+        assert ranks.answers(some, "other centroid") == alone
+        ranks.loop.run_until_complete(reporter.stop())
+        assert not list(tmp_path.iterdir())
+        ray.kill(manager)
+    finally:
+        ray.shutdown()
 
 
 def test_ranks_with_half_of_their_experts_in_slots(
