@@ -17,7 +17,8 @@ from deployments.engine import Phase, engine_env, engine_kwargs
 from deployments.replica import set_side_channel
 from tests.e2e.conftest import MAX_TOKENS, MODEL, ROOT, wait_until
 
-POLICIES = ("lru", "lfu", "lrfu", "temporal", "spatio")
+POLICIES = ("lru", "lfu", "lrfu", "temporal", "spatio", "learned")
+SCORE = str(ROOT / "models" / "demo" / "cache-score")
 
 
 class Engine:
@@ -139,7 +140,9 @@ def test_tokens_are_those_without_a_cache(
 ) -> None:
     """27 prompts at once from slots that start empty: decode steps need more than 32 experts."""
     budget = 8 if policy == "spatio" else 0
-    before = engine.call("eldr_cache_configure", {"policy": policy, "budget": budget})
+    score = SCORE if policy == "learned" else None
+    changes = {"policy": policy, "budget": budget, "score_file": score}
+    before = engine.call("eldr_cache_configure", changes)
     assert before["policy"] == policy
     assert engine.answers(prompts, f"all {policy}") == expected(reference, prompts)
     assert engine.answers(prompts, f"few {policy}", limit=3) == expected(reference, prompts)
@@ -169,7 +172,9 @@ def test_settings_that_do_not_fit_are_refused_and_change_nothing(engine: Engine)
         ({"slots": 65}, "exceeds the 64 experts"),
         ({"policy": "best"}, "unknown cache policy"),
         ({"policy": "lru", "budget": 4}, "loads nothing ahead"),
-        ({"policy": "spatio", "budget": 33}, r"must be in [0, 32]"),
+        ({"policy": "spatio", "budget": 33, "score_file": None}, r"must be in [0, 32]"),
+        ({"policy": "learned", "score_file": None}, "policy learned needs cache.score_file"),
+        ({"policy": "learned", "score_file": str(MODEL)}, "has no file score.json"),
         ({"capacity": 8}, "capacity"),
     ):
         assert text in engine.call("eldr_cache_configure", changes)["error"]
