@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -166,23 +167,28 @@ def test_killed_writer_leaves_no_file_and_is_cleaned_up_after(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["model.experts"]
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """The file size limit makes the kernel refuse further blocks, as a full disk does."""
+    """The file size limit makes the kernel refuse further blocks, as a full disk does.
+
+    Around the calls alone: pytest's own output may be a longer file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"disk is full.*cache\.store_dir"):
+    with full_disk(), pytest.raises(StoreError, match=r"disk is full.*cache\.store_dir"):
         write(tmp_path / "model.experts", build_key())
     # The memory of weights that are being loaded: later the kernel could only kill the process.
-    with pytest.raises(StoreError, match=r"while the model is loaded.*disk is full"):
+    text = r"while the model is loaded.*disk is full"
+    with full_disk(), pytest.raises(StoreError, match=text):
         scratch(tmp_path, 8192)
     assert os.listdir(tmp_path) == []
 
