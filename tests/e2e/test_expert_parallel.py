@@ -212,4 +212,5 @@ def test_bfloat16_differs_by_the_rounding_of_the_sum(
     for alone, split in zip(*results, strict=True):
         both = alone.keys() & split.keys()
         assert len(both) >= 6
-        assert max(abs(alone[t] - split[t]) for t in both) < 0.1
+        # Two steps of bfloat16 at logits from 16 to 32, where the least likely of them lie.
+        assert max(abs(alone[t] - split[t]) for t in both) < 0.25

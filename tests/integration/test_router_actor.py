@@ -98,9 +98,11 @@ class App:
 
     async def _keep_beating(self) -> None:
         while True:
-            for beat in list(self.beats.values()):
+            for replica in list(self.beats):
+                if replica not in self.beats:
+                    continue  # it has stopped meanwhile: one more would bring it back
                 try:
-                    await beat.beat()
+                    await self.beats[replica].beat()
                 except ray.exceptions.RayError:
                     pass  # the router is being started again
             await asyncio.sleep(0.1)
@@ -174,7 +176,7 @@ def test_clients_map_of_replicas_is_seconds_old_at_most():
     async def run() -> None:
         async with App("view", settings()) as app:
             await app.add("a", "b")
-            idle, busy = await app.clients(2)
+            idle, busy = await app.clients(2, timeout_s=20.0)
             await until(lambda: _knows_all(app))  # before, clients keep what it may not know yet
             del app.beats["b"]
             await router_handle(app.name).deregister.remote("b")
@@ -234,17 +236,17 @@ def test_clients_spread_while_the_router_is_away():
 def test_refit_in_the_background_and_homes_after_a_crash(artifact: Path):
     async def run() -> None:
         async with App("crash", settings("soft", artifact)) as app:
-            await app.add("a", "b", "c", "d", "e", "f")
+            await app.add("a", "b", "c", "d")
             router = router_handle(app.name)
             for i in range(120):
                 counts = build_counts([i % 6, 7], [40, 1], num_experts=32, seed=i)[0]
                 content = counts.astype("<u2").tobytes()
                 await router.select.remote(f"r{i}", content, 40, None, (), -1, ())
                 await router.release.remote([f"r{i}"])
-            await until(lambda: _has_counter(app, "refits", 1))
+            await app.add("e", "f")  # now there is enough traffic to refit on
+            await until(lambda: _have_homes(app))
             before = await app.homes(6)
             assert sorted(before) == ["a", "b", "c", "d", "e", "f"]
-            await asyncio.sleep(0.3)  # all replicas have their centroid
             os.kill((await app.stats())["pid"], signal.SIGKILL)
             await until(lambda: _has_counter(app, "restored_homes", 6))
             assert await app.homes(6) == before
@@ -255,6 +257,12 @@ def test_refit_in_the_background_and_homes_after_a_crash(artifact: Path):
 
 async def _has_counter(app: App, name: str, value: int) -> bool:
     return (await app.stats())["counters"].get(name) == value
+
+
+def _have_homes(app: App) -> bool:
+    """Whether every replica was given its refitted centroid."""
+    homes = [beat.home for beat in app.beats.values()]
+    return all(home is not None and home[1] is not None for home in homes)
 
 
 def test_refit_that_cannot_work_keeps_the_old_centroids(artifact: Path):
