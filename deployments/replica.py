@@ -170,6 +170,17 @@ def home_overlap(
     return resident_share(rate_LE, resident_LE)
 
 
+def overlap_artifact(path: str | None) -> Artifact | None:
+    """The artifact for `home_overlap`; None, and a warning, where this node cannot read it."""
+    if path is None:
+        return None
+    try:
+        return Artifact.load(path)
+    except (OSError, ValueError) as err:
+        logger.warning("no cache overlap: %s", err)
+        return None
+
+
 class ManagerReporter:
     """Reports from a replica to its node's manager, on the replica's event loop, once a second.
 
@@ -258,14 +269,22 @@ class CacheReporter(ManagerReporter):
         """One exchange with the manager."""
         manager = await self._connect()
         stats = await self._call("eldr_cache_stats")
-        residents = [worker.pop("resident") for worker in stats]
-        if (home := self._home()) is not None and self._artifact is not None:
-            self._export(home_overlap(self._artifact, *home, residents))
+        self.export_overlap([worker.pop("resident") for worker in stats])
         answer = await manager.report.remote(self._replica_id, stats[0], self._known, self._refused)
         self._known, self._refused = answer["targets"], None
         if answer["changes"]:
             results = await self._call("eldr_cache_configure", args=(answer["changes"],))
             self._refused = next((r["error"] for r in results if "error" in r), None)
+
+    def export_overlap(self, residents: Sequence[bytes]) -> None:
+        """Export `home_overlap`; a metric that cannot be had stops no report."""
+        if (home := self._home()) is None or self._artifact is None:
+            return
+        try:
+            self._export(home_overlap(self._artifact, *home, residents))
+        except ValueError as err:
+            logger.warning("no cache overlap from now on: %s", err)
+            self._artifact = None
 
 
 class PlacementReporter(ManagerReporter):

@@ -22,13 +22,13 @@ from ray.serve.llm.deployment import LLMServer
 from app.metrics import CacheMetrics, PlacementMetrics
 from cachemgr.manager import ControlSettings
 from cachemgr.planner import PlannerSettings
-from calibration.artifact import Artifact
 from deployments.engine import Phase
 from deployments.gate import Gate
 from deployments.replica import (
     CacheReporter,
     Heartbeat,
     PlacementReporter,
+    overlap_artifact,
     set_plan_file,
     set_side_channel,
 )
@@ -98,7 +98,7 @@ class EngineServer(LLMServer):
                 self._replica_id,
                 cache_control,
                 self.collective_rpc,
-                artifact=None if artifact is None else Artifact.load(artifact),
+                artifact=overlap_artifact(artifact),
                 home=lambda: self._heartbeat.home,
                 export=CacheMetrics().overlap,
             )

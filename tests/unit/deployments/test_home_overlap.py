@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from calibration.artifact import Artifact
-from deployments.replica import home_overlap
+from deployments.replica import CacheReporter, home_overlap, overlap_artifact
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -48,3 +48,18 @@ def test_ranks_add_up(artifact):
     shares = [home_overlap(artifact, 0, None, [bits(part)]) for part in (first_LE, ~first_LE)]
     both = home_overlap(artifact, 0, None, [bits(first_LE), bits(~first_LE)])
     assert both == pytest.approx(sum(shares)) == pytest.approx(1)
+
+
+def test_a_metric_that_cannot_be_had_stops_nothing(artifact, tmp_path):
+    assert overlap_artifact(None) is None
+    assert overlap_artifact(str(tmp_path / "elsewhere")) is None
+    shares, homes = [], [(0, None), (0, b"\0" * 8)]
+    reporter = CacheReporter(
+        "app", "a", None, None, artifact=artifact, home=lambda: homes[0], export=shares.append
+    )
+    residents = [bits(np.ones((artifact.num_layers, artifact.num_experts), np.bool_))]
+    reporter.export_overlap(residents)
+    homes.pop(0)  # a router with another artifact
+    reporter.export_overlap(residents)
+    reporter.export_overlap(residents)
+    assert shares == [1]
