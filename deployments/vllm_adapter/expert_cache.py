@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from app.model_facts import model_facts
+from cachemgr.memory import host_memory
 from cachemgr.placement_plan import PlacementPlan
 from cachemgr.policies import ExpertCache, make_retention
 from cachemgr.scores import Scores, load_learned, load_scores
@@ -546,8 +547,7 @@ def memory(device: torch.device) -> dict[str, int]:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
-        virtual = psutil.virtual_memory()
-        free, total = virtual.available, virtual.total
+        free, total = host_memory()
     return {"memory_free": free, "memory_total": total}
 
 
