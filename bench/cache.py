@@ -53,13 +53,14 @@ from router.policy import make_policy
 
 DEFAULT_MODEL = Path("build/demo-model")
 DEFAULT_ARTIFACT = Path("models/demo/calibration")
+DEFAULT_SCORE = Path("models/demo/cache-score")
 DEFAULT_PROMPTS = Path("data/prompts")
 TARGET = 1.08
 BATCHES = (1, 16)  # requests decoded together; the last one gives `hit_overhead_ratio`
 OVERHEAD_TOKENS = 48
 DOMAINS = ("code", "math", "medical", "legal")
-ROUTINGS = ("jsq", "soft")
-POLICIES = ("lru", "lrfu", "temporal")
+ROUTINGS = ("jsq", "soft", "live")
+POLICIES = ("lru", "lrfu", "temporal", "learned")
 DECODE_TOKENS = 32
 FRACTION = 0.5
 POLICY_SHAPE = (24, 128, 64, 8, 4)  # layers, experts, slots, top-k, tokens: of a large model
@@ -88,6 +89,13 @@ def add_cli(subparsers: Any) -> None:
         parser.add_argument(
             f"--{name}", type=int, default=default, help=f"{text} (default %(default)s)"
         )
+    for name, known, text in (
+        ("routings", ROUTINGS, "routing rules whose loads are compared"),
+        ("policies", POLICIES, "cache policies whose loads are compared"),
+    ):
+        parser.add_argument(
+            f"--{name}", nargs="+", choices=known, default=known, help=f"{text} (default: all)"
+        )
     parser.set_defaults(func=_command)
 
 
@@ -109,7 +117,10 @@ def _command(args: argparse.Namespace) -> int:
             report["policy_us"] = policy_us(args.seed)
         if args.only != "overhead":
             workload = Workload(args.requests, args.concurrency, args.seed)
-            report |= asyncio.run(measure_loads(args.model, folder, args.runs, workload, progress))
+            pairs = list(itertools.product(args.routings, args.policies))
+            report |= asyncio.run(
+                measure_loads(args.model, folder, pairs, args.runs, workload, progress)
+            )
             gc.collect()
     print(json.dumps(report) if args.json else _text(report))
     return 0
@@ -247,7 +258,7 @@ def policy_us(seed: int, steps: int = POLICY_STEPS) -> dict[str, float]:
         demands.append(np.logical_or.reduce(chosen_LTE, axis=1))
     table = _random_score(num_layers, num_experts, rng)
     result = {}
-    for policy in (*POLICIES, "learned"):
+    for policy in POLICIES:
         name = "given" if policy == "temporal" else policy
         retention = make_retention(name, num_layers, num_experts, table=table)
         cache = ExpertCache(num_layers, num_experts, capacity, top_k, retention)
@@ -302,9 +313,14 @@ class Workload:
 
 
 async def measure_loads(
-    model: Path, store_dir: str, runs: int, workload: Workload, progress: Callable[[str], None]
+    model: Path,
+    store_dir: str,
+    pairs: Sequence[tuple[str, str]],
+    runs: int,
+    workload: Workload,
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Expert loads per decoded token for each pairing of routing rule and cache policy.
+    """Expert loads per decoded token for pairings of routing rule and cache policy.
 
     Every run starts with empty slots; pairings take turns in an order drawn per run.
 
@@ -314,8 +330,7 @@ async def measure_loads(
     """
     config = bench_config(model, store_dir, fraction=FRACTION)
     artifact = Artifact.load(DEFAULT_ARTIFACT)
-    pairs = [f"{routing}/{policy}" for routing in ROUTINGS for policy in POLICIES]
-    results: dict[str, list[dict[str, float]]] = {pair: [] for pair in pairs}
+    results: dict[str, list[dict[str, float]]] = {"/".join(pair): [] for pair in pairs}
     with ExitStack() as stack:
         engines: list[Any] = []
         stack.callback(engines.clear)
@@ -328,8 +343,8 @@ async def measure_loads(
         served = Served(engines[0], engines[1:], artifact, workload.concurrency)
         for run in range(runs):
             prompts = workload.order(run)
-            for pair in random.Random(f"pairs {run}").sample(pairs, len(pairs)):
-                routing, policy = pair.split("/")
+            for routing, policy in random.Random(f"pairs {run}").sample(pairs, len(pairs)):
+                pair = f"{routing}/{policy}"
                 result = await served.run(prompts, routing, policy, f"{run} {pair}")
                 results[pair].append(result)
                 progress(
@@ -371,9 +386,11 @@ class Served:
         Returns:
             loads_per_token, hit_rate and distinct_per_step over both decode engines.
         """
-        core = RoutingCore(make_policy(routing, seed=1), self._artifact, seed=1)
+        rule = make_policy(routing, seed=1, caches_experts=True)
+        core = RoutingCore(rule, self._artifact, seed=1)
         core.set_replicas(list(self._decode))
-        await self._each("eldr_cache_configure", {"policy": policy})
+        score = str(DEFAULT_SCORE) if policy == "learned" else None
+        await self._each("eldr_cache_configure", {"policy": policy, "score_file": score})
         before = await self._each("eldr_cache_stats")
         tokens = sum(
             await asyncio.gather(
