@@ -37,6 +37,7 @@ class Targets:
     Attributes:
         version: counts changes.
         slots: B.
+        max_slots: B as set by the operator; the control loop never goes above it.
         budget: R.
         policy: retention policy.
         score_file: weights the policy scores by; None: the model's gates.
@@ -44,6 +45,7 @@ class Targets:
 
     version: int
     slots: int
+    max_slots: int
     budget: int
     policy: str
     score_file: str | None
@@ -77,11 +79,9 @@ class Controller:
     Args:
         settings: bands.
         top_k: k; B never falls below it.
-        max_slots: B as set by the operator; it never rises above it.
     """
 
-    def __init__(self, settings: ControlSettings, top_k: int, max_slots: int) -> None:
-        self.max_slots = max_slots
+    def __init__(self, settings: ControlSettings, top_k: int) -> None:
         self._settings, self._top_k = settings, top_k
         self._idle = self._roomy = 0  # decisions in a row with headroom
 
@@ -99,7 +99,7 @@ class Controller:
         Returns:
             `targets`, or a newer version.
         """
-        slots = self._slots(targets.slots, free_memory)
+        slots = self._slots(targets, free_memory)
         budget = min(slots, self._budget(targets, link_busy))
         if (slots, budget) == (targets.slots, targets.budget):
             return targets
@@ -117,18 +117,18 @@ class Controller:
             return targets.budget + max(1, self._top_k // 2)
         return targets.budget
 
-    def _slots(self, slots: int, free_memory: float | None) -> int:
+    def _slots(self, targets: Targets, free_memory: float | None) -> int:
         if free_memory is None:
-            return slots
+            return targets.slots
         settings = self._settings
         self._roomy = self._roomy + 1 if free_memory > settings.memory_high else 0
-        step = max(1, self.max_slots // 10)
+        step = max(1, targets.max_slots // 10)
         if free_memory < settings.memory_low:
-            return max(self._top_k, slots - step)
-        if self._roomy >= settings.patience and slots < self.max_slots:
+            return max(self._top_k, targets.slots - step)
+        if self._roomy >= settings.patience and targets.slots < targets.max_slots:
             self._roomy = 0
-            return min(self.max_slots, slots + step)
-        return slots
+            return min(targets.max_slots, targets.slots + step)
+        return targets.slots
 
 
 @dataclass(slots=True)
@@ -185,8 +185,10 @@ class CacheManager:
         if refused is not None and known is not None and known["version"] == targets.version:
             # What no engine takes must not be asked for for ever.
             logger.warning("%s refused %s: %s", replica_id, targets, refused)
+            has = _settings_in(stats)
+            max_slots = targets.max_slots if has["slots"] == targets.slots else has["slots"]
             self._targets = targets = replace(
-                targets, version=targets.version + 1, **_settings_in(stats)
+                targets, version=targets.version + 1, max_slots=max_slots, **has
             )
         self._measure(replica_id, stats, now, refused)
         if self._control is not None and now - self._decided_at >= self._control.interval_s:
@@ -209,12 +211,12 @@ class CacheManager:
         if unknown := set(changes) - {"slots", "budget", "policy", "score_file"}:
             raise ValueError(f"unknown settings {', '.join(sorted(unknown))} of an expert cache")
         stats = next(iter(self._members.values())).stats
+        if "slots" in changes:
+            changes["max_slots"] = changes["slots"]
         new = replace(self._targets, **changes)
         check_capacity(new.slots, stats["num_experts"], stats["top_k"], new.budget)
         if new != self._targets:
             self._targets = replace(new, version=new.version + 1)
-            if self._controller is not None:
-                self._controller.max_slots = new.slots
         return self._targets
 
     def forget(self, replica_id: str) -> None:
@@ -247,7 +249,7 @@ class CacheManager:
         ):
             self._targets = Targets(**known)
         if self._targets is None:
-            self._targets = Targets(version=0, **_settings_in(stats))
+            self._targets = Targets(version=0, max_slots=stats["slots"], **_settings_in(stats))
 
     def _measure(
         self, replica_id: str, stats: Mapping[str, Any], now: float, refused: str | None
@@ -267,7 +269,7 @@ class CacheManager:
         self._expire(now)
         members = list(self._members.values())
         if self._controller is None:
-            self._controller = Controller(control, members[0].stats["top_k"], targets.slots)
+            self._controller = Controller(control, members[0].stats["top_k"])
         busy = [m.link_busy for m in members if m.link_busy is not None]
         free = [m.free_memory for m in members if m.free_memory is not None]
         new = self._controller.decide(

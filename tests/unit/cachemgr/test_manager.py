@@ -36,7 +36,8 @@ def stats(**changes: Any) -> dict[str, Any]:
 
 def targets(**changes: Any) -> Targets:
     return Targets(
-        **{"version": 0, "slots": 30, "budget": 8, "policy": "spatio", **changes}, score_file=None
+        **{"version": 0, "slots": 30, "max_slots": 30, "budget": 8, "policy": "spatio", **changes},
+        score_file=None,
     )
 
 
@@ -47,6 +48,7 @@ def test_first_report_gives_the_targets_and_changes_nothing() -> None:
     assert answer["targets"] == {
         "version": 0,
         "slots": 32,
+        "max_slots": 32,
         "budget": 8,
         "policy": "spatio",
         "score_file": None,
@@ -77,6 +79,24 @@ def test_restarted_manager_goes_on_with_the_newest_targets() -> None:
     assert again.report("b", stats(), old)["changes"] == {}
     assert again.report("a", stats(slots=16), new)["changes"] == {}
     assert again.report("b", stats(), old)["changes"] == {"slots": 16}
+
+
+def test_manager_restarted_under_pressure_gives_the_slots_back_later() -> None:
+    clock, settings = Clock(), ControlSettings(interval_s=1.0, patience=1)
+    known: dict[str, Any] | None = None
+
+    def slots_after(manager: CacheManager, free: int) -> int:
+        nonlocal known
+        slots = 32 if known is None else known["slots"]
+        for _ in range(20):
+            clock.now += 1
+            now = stats(slots=slots, budget=0, policy="lrfu", memory_free=free)
+            known = manager.report("a", now, known)["targets"]
+            slots = known["slots"]
+        return int(slots)
+
+    assert slots_after(CacheManager(settings, clock), 1) == 4
+    assert slots_after(CacheManager(settings, clock), 50) == 32
 
 
 def test_restarted_worker_is_given_the_targets_again() -> None:
@@ -132,7 +152,7 @@ def test_silent_replica_is_forgotten() -> None:
 
 
 def test_busy_link_halves_the_budget_and_headroom_raises_it_slowly() -> None:
-    controller = Controller(ControlSettings(patience=3), top_k=4, max_slots=30)
+    controller = Controller(ControlSettings(patience=3), top_k=4)
     now = targets()
     now = controller.decide(now, 0.9, 0.5)
     assert now.budget == 4
@@ -147,7 +167,7 @@ def test_busy_link_halves_the_budget_and_headroom_raises_it_slowly() -> None:
 
 
 def test_nothing_changes_inside_the_bands() -> None:
-    controller = Controller(ControlSettings(), top_k=4, max_slots=30)
+    controller = Controller(ControlSettings(), top_k=4)
     now = targets()
     for busy, free in ((0.3, 0.1), (0.49, 0.06), (0.21, 0.14), (None, None)) * 10:
         assert controller.decide(now, busy, free) is now
@@ -157,7 +177,7 @@ def test_nothing_changes_inside_the_bands() -> None:
 
 
 def test_memory_pressure_takes_slots_and_gives_them_back() -> None:
-    controller = Controller(ControlSettings(patience=2), top_k=4, max_slots=30)
+    controller = Controller(ControlSettings(patience=2), top_k=4)
     now = targets(budget=0, policy="lrfu")
     for _ in range(50):
         now = controller.decide(now, 0.0, 0.01)
@@ -169,7 +189,7 @@ def test_memory_pressure_takes_slots_and_gives_them_back() -> None:
 
 
 def test_budget_never_exceeds_the_slots() -> None:
-    controller = Controller(ControlSettings(), top_k=4, max_slots=30)
+    controller = Controller(ControlSettings(), top_k=4)
     now = targets(budget=29)
     for _ in range(5):
         now = controller.decide(now, 0.3, 0.0)
