@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -75,6 +75,12 @@ def add_cli(subparsers: Any) -> None:
         "--model", type=Path, default=DEFAULT_MODEL, help="model folder (default %(default)s)"
     )
     parser.add_argument(
+        "--dtype",
+        choices=get_args(ModelConfig.model_fields["dtype"].annotation),
+        default="auto",
+        help="of the engines, as model.dtype (default %(default)s)",
+    )
+    parser.add_argument(
         "--only",
         choices=("overhead", "loads"),
         help="measure one part alone; the other's figures are left out",
@@ -106,20 +112,19 @@ def _command(args: argparse.Namespace) -> int:
         raise ValueError(
             f"no model in {args.model}: run `eldr demo-model unpack`, or give --model DIR"
         )
+    model = ModelConfig(path=str(args.model.resolve()), served_name="bench", dtype=args.dtype)
     progress = progress_line()
     report: dict[str, Any] = {}
     with stdout_to_stderr(), tempfile.TemporaryDirectory(prefix="eldr-bench-") as folder:
         if args.only != "loads":
-            report |= asyncio.run(
-                measure_overhead(args.model, folder, args.rounds, args.seed, progress)
-            )
+            report |= asyncio.run(measure_overhead(model, folder, args.rounds, args.seed, progress))
             gc.collect()
             report["policy_us"] = policy_us(args.seed)
         if args.only != "overhead":
             workload = Workload(args.requests, args.concurrency, args.seed)
             pairs = list(itertools.product(args.routings, args.policies))
             report |= asyncio.run(
-                measure_loads(args.model, folder, pairs, args.runs, workload, progress)
+                measure_loads(model, folder, pairs, args.runs, workload, progress)
             )
             gc.collect()
     print(json.dumps(report) if args.json else _text(report))
@@ -130,7 +135,7 @@ def _command(args: argparse.Namespace) -> int:
 
 
 async def measure_overhead(
-    model: Path, store_dir: str, rounds: int, seed: int, progress: Callable[[str], None]
+    model: ModelConfig, store_dir: str, rounds: int, seed: int, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """Decode steps with all experts in slots against none in a cache; then halve the slots.
 
@@ -313,7 +318,7 @@ class Workload:
 
 
 async def measure_loads(
-    model: Path,
+    model: ModelConfig,
     store_dir: str,
     pairs: Sequence[tuple[str, str]],
     runs: int,
@@ -464,13 +469,13 @@ async def _generate(
 # ---- engines -------------------------------------------------------------------------------------
 
 
-def bench_config(model: Path, store_dir: str, fraction: float | None) -> EldrConfig:
+def bench_config(model: ModelConfig, store_dir: str, fraction: float | None) -> EldrConfig:
     """An application whose engines are measured; fraction None: without cache."""
     cache = CacheConfig(
         enabled=fraction is not None, fraction=fraction or 1.0, store_dir=store_dir, policy="lrfu"
     )
     base = EldrConfig(
-        model=ModelConfig(path=str(model.resolve()), served_name="bench"),
+        model=model,
         router=RouterConfig(policy="jsq"),
         cache=cache,
     )
