@@ -100,6 +100,13 @@ class RoutingCore:
         # a replica without one, so that scores come out as NaN.
         self._running_KD: Float32Array = np.empty((0, 0), dtype=np.float32)
         self._has_running_K = np.empty(0, dtype=np.bool_)
+        # The row in them of each replica, None for a new one; empty if the pool has not changed.
+        self._moved_K: list[int | None] = []
+        # Experts that each replica's cache holds, as 0 and 1, (L * E,); (K, L * E) is laid out of
+        # them when it is asked for.
+        self._resident: dict[str, Float32Array] = {}
+        self._resident_KN: Float32Array | None = None
+        self._is_empty_K = np.empty(0, dtype=np.bool_)
         self.set_artifact(artifact)
 
     # ---- pool and artifact
@@ -185,6 +192,8 @@ class RoutingCore:
         """
         self._artifact = artifact
         self._reservoir.clear()
+        self._resident, self._resident_KN = {}, None
+        self._running()  # of the old length, before it is forgotten
         self._has_running_K[:] = False
         centroids_CD = artifact.centroids_KD if artifact else np.empty((0, 0), np.float32)
         self.set_centroids(centroids_CD, self.assignment)
@@ -201,6 +210,7 @@ class RoutingCore:
                 (C, D); not to be changed afterwards.
             assignment: centroid of each replica; free ones go to replicas without one.
         """
+        self._running()  # replicas that have joined start from the centroids until now
         self._centroids_CD = centroids_CD
         self._scores_C = np.full(len(centroids_CD) + 1, np.nan, dtype=np.float32)  # [-1] stays NaN
         self.mark()
@@ -246,7 +256,12 @@ class RoutingCore:
             if signature_D is not None:
                 scores_K = self._scores(signature_D)
         loads_K = self._ramped(self.loads(now), now)
-        selection = self._place(request_id, scores_K, reason, loads_K, domain, allowed, now)
+        held_K = None
+        if scores_K is not None and counts_LE is not None and self._uses_residents:
+            held_K = self._held(counts_LE[None])[0]
+        selection = self._place(
+            request_id, scores_K, reason, loads_K, domain, allowed, now, held_K
+        )
         if signature_D is not None and self.policy.follows_batch:
             self._follow(self._index[selection.replica_id], signature_D)
         return selection
@@ -283,6 +298,9 @@ class RoutingCore:
                 if signature_D is not None:
                     signatures[b] = signature_D
         scores_BK, cosines_BB, rows = self._batch_scores(signatures)
+        held_BK = None
+        if rows and self._uses_residents:
+            held_BK = self._held(np.stack([requests[b].counts_LE for b in rows]))
         loads_K = self._ramped(self.loads(now), now)
         answers: list[Selection | NoReplica] = []
         for b, (request, choice) in enumerate(zip(requests, allowed, strict=True)):
@@ -299,6 +317,7 @@ class RoutingCore:
                 request.domain,
                 choice,
                 now,
+                held_BK[rows[b]] if held_BK is not None and b in rows else None,
             )
             k = self._index[selection.replica_id]
             if b in rows and self.policy.follows_batch:
@@ -330,9 +349,13 @@ class RoutingCore:
         domain: str | None,
         allowed: IntArray | None,
         now: float,
+        held_K: Float32Array | None = None,
     ) -> Selection:
         """Let the policy choose, and reserve."""
-        decision = self.policy.choose(scores_K, loads_K, domain, allowed)
+        values_K = scores_K
+        if scores_K is not None and held_K is not None:
+            values_K = scores_K + np.float32(self.policy.resident_weight) * held_K
+        decision = self.policy.choose(values_K, loads_K, domain, allowed)
         self.ledger.reserve(request_id, self._ids[decision.index], now)
         fallback = reason or decision.fallback
         self._counters["selected"] += 1
@@ -383,6 +406,58 @@ class RoutingCore:
         if self._foreign_K[k]:
             self._last_foreign_at = now
         return True
+
+    def report_resident(self, replica_id: str, resident_LE: BoolArray) -> bool:
+        """Take which experts a replica's cache holds; they count where the policy says so.
+
+        Args:
+            replica_id: a replica.
+            resident_LE: bool (L, E).
+
+        Returns:
+            False for a replica that is not in the pool.
+
+        Raises:
+            ValueError: another shape than the artifact's model has.
+        """
+        if replica_id not in self._index:
+            return False
+        artifact = self._artifact
+        shape = None if artifact is None else (artifact.num_layers, artifact.num_experts)
+        if resident_LE.shape != shape:
+            raise ValueError(
+                f"resident experts of {replica_id!r} must have shape {shape}, got "
+                f"{resident_LE.shape}: it runs another model than the artifact's"
+            )
+        resident_N = resident_LE.ravel().astype(np.float32)
+        self._resident[replica_id] = resident_N
+        if self._resident_KN is not None:
+            k = self._index[replica_id]
+            self._resident_KN[k], self._is_empty_K[k] = resident_N, not resident_LE.any()
+        return True
+
+    @property
+    def _uses_residents(self) -> bool:
+        return bool(self.policy.resident_weight and self._resident)
+
+    def _held(self, counts_BLE: CountArray) -> Float32Array:
+        """Share of each prompt's choices that fall on experts a replica holds; (B, K).
+
+        A replica whose cache is not known, or empty as in one that has just started, counts as the
+        mean of the others: it is to fill up, and not to be left out for being empty.
+        """
+        if self._resident_KN is None:
+            none_N = np.zeros(self.artifact.num_layers * self.artifact.num_experts, np.float32)
+            self._resident = {i: r for i, r in self._resident.items() if i in self._index}
+            self._resident_KN = np.stack([self._resident.get(i, none_N) for i in self._ids])
+            self._is_empty_K = ~self._resident_KN.any(axis=1)
+        counts_BN = counts_BLE.reshape(len(counts_BLE), -1).astype(np.float32)
+        counts_BN /= counts_BN.sum(axis=1, keepdims=True)
+        held_BK: Float32Array = counts_BN @ self._resident_KN.T
+        is_empty_K = self._is_empty_K
+        if is_empty_K.any() and not is_empty_K.all():
+            held_BK[:, is_empty_K] = held_BK[:, ~is_empty_K].mean(axis=1, keepdims=True)
+        return held_BK
 
     def loads(self, now: float) -> IntArray:
         """Effective load: own reservations, and recent requests of others; int64, shape (K,).
@@ -489,10 +564,26 @@ class RoutingCore:
         joined = self._joined_at_K
         self._joined_at_K = np.array([new_since if k is None else joined[k] for k in kept_K])
         self._centroid_K = assign_centroids(ids, assignment, len(self._scores_C) - 1)
-        if ids and self.policy.follows_batch:
-            self._lay_out_running(kept_K, self._centroids_CD)
+        if self.policy.follows_batch:
+            moved_K = self._moved_K
+            self._moved_K = (
+                [None if k is None else moved_K[k] for k in kept_K] if moved_K else kept_K
+            )
         self._ids = list(ids)
         self._index = {replica_id: k for k, replica_id in enumerate(ids)}
+        self._resident_KN = None
+
+    def _running(self) -> Float32Array:
+        """Mean signature of what runs on each replica, (K, D), in the pool's order.
+
+        Laid out when it is asked for and not when the pool changes: a thousand replicas register
+        one after the other, and to copy all the vectors for each would take longer than they wait
+        before they are forgotten.
+        """
+        if self._moved_K:
+            self._lay_out_running(self._moved_K, self._centroids_CD)
+            self._moved_K = []
+        return self._running_KD
 
     def _lay_out_running(self, kept_K: Sequence[int | None], centroids_CD: Float32Array) -> None:
         """Rebuild the mean signatures: kept replicas keep theirs, others get their centroid."""
@@ -542,7 +633,7 @@ class RoutingCore:
     def _scores(self, signature_D: Float32Array) -> Float32Array:
         """Similarity to each replica's centroid or batch, shape (K,); NaN where there is none."""
         if self.policy.follows_batch:
-            scores_K: Float32Array = self._running_KD @ signature_D
+            scores_K: Float32Array = self._running() @ signature_D
             self._note_running(scores_K)
             return scores_K
         scores_C = np.dot(self._centroids_CD, signature_D, out=self._scores_C[:-1])
@@ -563,7 +654,7 @@ class RoutingCore:
             return none, none, rows
         signatures_BD = np.stack(list(signatures.values()))
         if self.policy.follows_batch:
-            scores_BK: Float32Array = signatures_BD @ self._running_KD.T
+            scores_BK: Float32Array = signatures_BD @ self._running().T
             for scores_K in scores_BK:
                 self._note_running(scores_K)
             return scores_BK, signatures_BD @ signatures_BD.T, rows

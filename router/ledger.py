@@ -51,7 +51,8 @@ class LoadLedger:
         Returns:
             Requests whose reservations went with a removed replica.
         """
-        loads = [self.load(i) if i in self._index else 0 for i in replica_ids]
+        held = dict(zip(self._index, self._loads_K.tolist(), strict=True))
+        loads = [held.get(i, 0) for i in replica_ids]
         removed = self._index.keys() - set(replica_ids)
         self._index = {replica_id: k for k, replica_id in enumerate(replica_ids)}
         self._loads_K = np.array(loads, dtype=np.int64)

@@ -244,7 +244,7 @@ class PooledCore(RoutingCore):
 
     def _scores(self, signature_D: Float32Array) -> Float32Array:
         """For policies that follow the batch; others have theirs from `_look_up`."""
-        return self._running_KD[:, self._row].copy()
+        return self._running()[:, self._row].copy()
 
     def _lay_out_running(self, kept_K: Sequence[int | None], centroids_CD: Float32Array) -> None:
         """Cosines with each request of the pool stand for a vector: their mean needs no product."""

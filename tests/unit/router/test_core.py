@@ -353,6 +353,25 @@ class TestFollowingTheBatch:
         core.set_replicas(["d0", "d2", "d3"])
         assert select(core, "t", build_domain_request(1)).replica_id == "d0"
 
+    def test_a_replica_that_left_and_came_back_between_two_selections_starts_afresh(self):
+        core, fresh = self.live_core(), self.live_core()
+        counts = build_domain_request(2)
+        for i in range(30):
+            select(core, f"r{i}", counts, exclude=["d1", "d2", "d3"])
+            select(core, f"s{i}", counts, exclude=["d0", "d2", "d3"])
+        core.set_replicas(["d0"])
+        core.set_replicas(["d1", "d0"])
+        expected = select(fresh, "t", counts, exclude=["d0", "d2", "d3"]).similarity
+        assert select(core, "t", counts, exclude=["d0"]).similarity == pytest.approx(expected)
+        assert select(core, "u", counts, exclude=["d1"]).similarity > expected + 0.3
+
+    def test_a_replica_that_joined_before_a_refit_starts_from_the_centroid_of_before(self):
+        core, fresh = self.live_core(), self.live_core()
+        counts = build_domain_request(2)
+        core.set_centroids(np.roll(core.centroids_CD, 1, axis=0), core.assignment)
+        for one in (core, fresh):
+            assert select(one, "t", counts).replica_id == "d2"
+
     def test_another_artifact_starts_afresh(self):
         core = self.live_core()
         for i in range(30):
