@@ -357,13 +357,13 @@ class TestFollowingTheBatch:
         core, fresh = self.live_core(), self.live_core()
         counts = build_domain_request(2)
         for i in range(30):
-            select(core, f"r{i}", counts, exclude=["d1", "d2", "d3"])
+            select(core, f"r{i}", build_domain_request(3), exclude=["d1", "d2", "d3"])
             select(core, f"s{i}", counts, exclude=["d0", "d2", "d3"])
-        core.set_replicas(["d0"])
+        core.set_replicas(["d1"])
         core.set_replicas(["d1", "d0"])
-        expected = select(fresh, "t", counts, exclude=["d0", "d2", "d3"]).similarity
-        assert select(core, "t", counts, exclude=["d0"]).similarity == pytest.approx(expected)
-        assert select(core, "u", counts, exclude=["d1"]).similarity > expected + 0.3
+        expected = select(fresh, "t", counts, exclude=["d1", "d2", "d3"]).similarity
+        assert select(core, "t", counts, exclude=["d1"]).similarity == pytest.approx(expected)
+        assert select(core, "u", counts, exclude=["d0"]).similarity > expected + 0.3
 
     def test_a_replica_that_joined_before_a_refit_starts_from_the_centroid_of_before(self):
         core, fresh = self.live_core(), self.live_core()
