@@ -270,11 +270,15 @@ class RouterConfig(_Section):
 
     lambda_: float | None = Field(default=None, ge=0, alias="lambda")
     """Weight of load against similarity, no unit; 0: similarity only; None: 0.5 in `soft`, 0.4 in
-    `live`, 0.2 there with an expert cache."""
+    `live`, 0.1 there with an expert cache (0.2 if resident_weight is 0)."""
 
     max_load: float | None = Field(default=None, ge=1)
     """Most load of a replica in policy `live`, as a multiple of the mean; None: 1.5, which costs no
     locality, 2 with an expert cache."""
+
+    resident_weight: float | None = Field(default=None, ge=0)
+    """What policy `live` adds, in cosine, for a replica whose expert cache holds all experts of the
+    prompt; 0: caches do not count; None: 1 with an expert cache, 0 without."""
 
     seed: int = Field(default=0, ge=0)
     """Seed of random choices and tie-breaks; fixed so that a run can be repeated."""
@@ -598,6 +602,13 @@ def _engine_problems(config: EldrConfig) -> list[Problem]:
         if config.device == "gpu" and engine.omp_threads is not None:
             text = "is for CPU engines and device is gpu: remove it"
             problems.append(Problem(f"{section}.omp_threads", text))
+        if config.device == "cpu" and config.router.capture and engine.enforce_eager is False:
+            text = (
+                "must not be false on device cpu while router.capture is on: vLLM compiles the "
+                "routers there, and their choices cannot be seen; leave it out or switch capture "
+                "off"
+            )
+            problems.append(Problem(f"{section}.enforce_eager", text))
         if config.device == "cpu" and engine.num_gpus:
             text = f"is {engine.num_gpus} and device is cpu: remove it or set device: gpu"
             problems.append(Problem(f"{section}.num_gpus", text))
@@ -637,6 +648,12 @@ def _router_problems(config: EldrConfig) -> list[Problem]:
                 "counts; switch it on or take a policy without them such as jsq"
             )
             problems.append(Problem("router.capture", text))
+    if router.resident_weight and not config.cache.enabled:
+        text = (
+            f"is {router.resident_weight:g} and decode engines have no expert cache: set "
+            "cache.enabled to true, or leave it out"
+        )
+        problems.append(Problem("router.resident_weight", text))
     if router.refit.when != "never" and router.reservoir_size < config.decode.num_replicas:
         text = (
             f"must be >= decode.num_replicas ({config.decode.num_replicas}) for a refit, got "

@@ -21,6 +21,7 @@ def router_settings(config: EldrConfig) -> Any:
         tau=router.tau,
         lambda_=router.lambda_,
         max_load=router.max_load,
+        resident_weight=router.resident_weight,
         caches_experts=config.cache.enabled,
         seed=router.seed,
         artifact=router.artifact,

@@ -139,6 +139,11 @@ def _add_replay(commands: Any) -> None:
     joint.add_argument(
         "--routing-lambda", type=float, help="load weight of soft and live (default: as in serving)"
     )
+    joint.add_argument(
+        "--resident-weight",
+        type=float,
+        help="what resident experts add in live; 0: caches do not count (default: as in serving)",
+    )
     replay.set_defaults(func=_replay)
 
 
@@ -220,7 +225,7 @@ def _joint(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from bench.report import table
-    from cachemgr.joint import POLICIES, joint, priced, priced_rows, rows
+    from cachemgr.joint import POLICIES, joint, num_runs, priced, priced_rows, rows
     from calibration.replay import Arrivals
     from calibration.replay_report import Settings
     from calibration.step_time import StepTimeLaw
@@ -247,6 +252,7 @@ def _joint(args: argparse.Namespace) -> int:
         num_warmup=0 if args.load_time == 0 else args.concurrency,
         law=StepTimeLaw(per_load=args.load_time),
         lambda_=args.routing_lambda,
+        resident_weight=args.resident_weight,
         caches_experts=True,
         **({} if args.requests is None else {"num_requests": args.requests}),
     )
@@ -275,9 +281,8 @@ def _joint(args: argparse.Namespace) -> int:
         for capacity in capacities:
             print(table(priced_rows(figures, capacity, routing[0])))
         return 0
-    runs = args.seeds * len(routing) * (1 + len(names) * len(capacities))
     with _Bars() as bars:
-        advance = bars.start("routing x caching", runs)
+        advance = bars.start("routing x caching", num_runs(settings, capacities, names))
         matrix = joint(
             trace,
             settings,

@@ -6,7 +6,7 @@ Axes: L MoE layers, E experts, S steps, K replicas, R = K * L caches, U experts 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from cachemgr.types import BoolArray
 from calibration.replay import Workload
 from calibration.replay_report import Settings, run_one
 from calibration.traces import RoutingTrace
+from router.policy import make_policy
 
 POLICIES = ("lru", "lfu", "lrfu", "learned", "min")
 
@@ -52,6 +53,10 @@ class ReplicaCaches:
         self.num_tokens += num_requests
         return float(caches.access(slice(0, self._shape[0]), union_LE).mean())
 
+    def resident(self, replica: int) -> BoolArray:
+        """What the cache of a replica that has run a step holds; bool (L, E), not to be changed."""
+        return self.caches[replica].resident_RE
+
     @property
     def loads_per_token(self) -> float:
         """Experts loaded, all layers and replicas, over tokens."""
@@ -60,15 +65,22 @@ class ReplicaCaches:
 
 
 class UnionRecorder:
-    """Keeps what each step of each replica activates, to replay caches of any kind afterwards."""
+    """Keeps what each step of each replica activates, to replay caches of any kind afterwards.
 
-    def __init__(self) -> None:
+    Args:
+        caches: see the same steps, for routing that asks what replicas hold; None: it does not.
+    """
+
+    def __init__(self, caches: ReplicaCaches | None = None) -> None:
+        self._caches = caches
         self._steps: dict[int, list[NDArray[np.uint8]]] = {}
         self._num_experts = 0
         self.num_tokens = 0
 
     def on_step(self, replica: int, union_LE: BoolArray, num_requests: int) -> float:
-        """Takes a step; it loads nothing."""
+        """Takes a step; what it loads costs no time."""
+        if self._caches is not None:
+            self._caches.on_step(replica, union_LE, num_requests)
         self._steps.setdefault(replica, []).append(np.packbits(union_LE, axis=1))
         self._num_experts = union_LE.shape[1]
         self.num_tokens += num_requests
@@ -154,7 +166,8 @@ def joint(
 ) -> Matrix:
     """Route requests by every routing policy, and replay caches on what the replicas execute.
 
-    Caches start cold, and every step counts.
+    Caches start cold, and every step counts. Routing that asks what replicas hold is replayed once
+    a capacity, with LRFU caches of that size, whatever is replayed on its steps afterwards.
 
     Args:
         trace: recorded requests.
@@ -182,20 +195,53 @@ def joint(
         }
         for name in policies
     }
+
+    def lrfu() -> Retention:
+        return make_retention("lrfu", trace.num_layers, trace.num_experts, lambda_=lambda_)
+
     for seed in settings.seeds:
         workload = Workload.split(trace, settings.prefix_tokens, seed, settings.min_tokens)
         artifact = workload.fit(settings.num_replicas, seed, settings.layers)
         for routing in settings.policies:
-            tell(f"seed {seed}, {routing}")
-            recorder = UnionRecorder()
-            run_one(workload, artifact, replace(settings), routing, seed, recorder)
-            demands = recorder.demands()
-            for name in policies:
-                for capacity in capacities:
-                    tell(f"seed {seed}, {routing}, {name} {capacity}")
-                    cell = matrix[name][routing][capacity]
-                    fill(cell, demands, recorder.num_tokens, name, capacity, lambda_, table)
+            for group in _groups(settings, routing, capacities):
+                tell(f"seed {seed}, {routing}")
+                caches = None
+                if asks_residents(settings, routing):
+                    caches = ReplicaCaches(trace.num_layers, trace.num_experts, group[0], lrfu)
+                recorder = UnionRecorder(caches)
+                residents = None if caches is None else caches.resident
+                run_one(workload, artifact, settings, routing, seed, recorder, residents)
+                demands = recorder.demands()
+                for name in policies:
+                    for capacity in group:
+                        tell(f"seed {seed}, {routing}, {name} {capacity}")
+                        cell = matrix[name][routing][capacity]
+                        fill(cell, demands, recorder.num_tokens, name, capacity, lambda_, table)
     return matrix
+
+
+def asks_residents(settings: Settings, routing: str) -> bool:
+    """Whether a routing policy asks what replicas hold."""
+    policy = make_policy(
+        routing,
+        resident_weight=settings.resident_weight,
+        caches_experts=settings.caches_experts,
+    )
+    return policy.resident_weight > 0
+
+
+def num_runs(settings: Settings, capacities: Sequence[int], policies: Sequence[str]) -> int:
+    """How often `joint` calls `tell`."""
+    groups = sum(len(_groups(settings, routing, capacities)) for routing in settings.policies)
+    cells = len(settings.policies) * len(policies) * len(capacities)
+    return len(settings.seeds) * (groups + cells)
+
+
+def _groups(settings: Settings, routing: str, capacities: Sequence[int]) -> list[list[int]]:
+    """Capacities that one replay of a routing policy serves."""
+    if asks_residents(settings, routing):
+        return [[capacity] for capacity in capacities]
+    return [list(capacities)]
 
 
 def fill(
@@ -276,7 +322,9 @@ def priced(
             for capacity in capacities:
                 tell(f"seed {seed}, {routing}, {policy} {capacity}")
                 caches = ReplicaCaches(trace.num_layers, trace.num_experts, capacity, retention)
-                result = run_one(workload, artifact, settings, routing, seed, caches)
+                result = run_one(
+                    workload, artifact, settings, routing, seed, caches, caches.resident
+                )
                 values = result.figures()
                 values["loads_per_token"] *= trace.num_layers  # was a mean over layers
                 for name in PRICED:

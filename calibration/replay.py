@@ -33,6 +33,8 @@ BoolArray = NDArray[np.bool_]
 BitArray = NDArray[np.uint64]
 _WORD = 64
 MIN_DECODE = 16
+RESIDENT_STEPS = 50
+"""Steps between two reports of what a replica's cache holds: a second, at 20 ms a step."""
 
 
 class Observer(Protocol):
@@ -286,7 +288,7 @@ class ReplayResult:
 class _Replica:
     """Requests of one decode replica: where each stands in the trace, and where it ends."""
 
-    __slots__ = ("end_B", "joined", "number", "pos_B", "requests", "step_time", "waiting")
+    __slots__ = ("end_B", "joined", "number", "pos_B", "requests", "step_time", "steps", "waiting")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -296,6 +298,7 @@ class _Replica:
         self.end_B: IndexArray = np.empty(0, dtype=np.int64)
         self.waiting: list[tuple[int, int, int]] = []
         self.step_time: float | None = None  # of the step that runs; None while idle
+        self.steps = 0
 
     def admit(self, now: float) -> None:
         """Let waiting requests into the batch."""
@@ -333,6 +336,8 @@ class Replay:
         num_warmup: requests before those.
         seed: seed of the order of requests, of arrival times and of the starting phases.
         observer: sees every step.
+        residents: experts that the cache of a replica holds, by its number; bool (L, E). The core
+            is told every `RESIDENT_STEPS` steps of the replica.
         scenario: may change the pool before an arrival.
         order: requests to serve, in order and with repeats, instead of shuffles of the served half.
         together: start all requests in flight at their first token, and measure from there on,
@@ -351,6 +356,7 @@ class Replay:
         num_warmup: int = 256,
         seed: int = 0,
         observer: Observer | None = None,
+        residents: Callable[[int], BoolArray] | None = None,
         scenario: Scenario | None = None,
         order: IndexArray | None = None,
         together: bool = False,
@@ -363,7 +369,7 @@ class Replay:
         self.core = core
         self._workload, self._arrivals = workload, arrivals
         self._law = StepTimeLaw() if law is None else law
-        self._observer, self._scenario = observer, scenario
+        self._observer, self._residents, self._scenario = observer, residents, scenario
         self._first = 0 if together else arrivals.concurrency + num_warmup
         self._last = self._first + num_requests
         # Requests after the last measured one keep the load up until that one has ended.
@@ -457,6 +463,9 @@ class Replay:
         if self._observer is not None:
             union_LE = unpack_bits(union_LW, trace.num_experts)
             loads = self._observer.on_step(replica.number, union_LE, batch)
+        if self._residents is not None and replica.steps % RESIDENT_STEPS == 0:
+            self.core.report_resident(replica_id, self._residents(replica.number))
+        replica.steps += 1
         replica.step_time = self._law(batch, distinct, loads)
         if self._window[0] <= now < self._window[1] and self._next > self._first:
             self._steps.append((batch, distinct, loads, replica.step_time))

@@ -15,6 +15,7 @@ from calibration.clustering import BalancedSphericalKMeans
 from calibration.fit import LayerChoice
 from calibration.replay import (
     Arrivals,
+    BoolArray,
     Observer,
     Replay,
     ReplayResult,
@@ -53,6 +54,7 @@ class Settings:
         tau: band width of `band`.
         lambda_: load weight of `soft` and `live`; None: what each has by itself.
         max_load: load bound of `live`; None: its own.
+        resident_weight: what resident experts add in `live`; None: its own.
         caches_experts: whether replicas load experts on demand; `live` has other defaults then.
         layers: layers of the signature.
         draw: "shuffle" serves every request once before any comes again; "independent" draws them
@@ -72,6 +74,7 @@ class Settings:
     tau: float = 0.1
     lambda_: float | None = None
     max_load: float | None = None
+    resident_weight: float | None = None
     caches_experts: bool = False
     layers: LayerChoice = "all"
     draw: Literal["shuffle", "independent"] = "shuffle"
@@ -112,6 +115,7 @@ def run_one(
     policy: str,
     seed: int,
     observer: Observer | None = None,
+    residents: Callable[[int], BoolArray] | None = None,
 ) -> ReplayResult:
     """One replay; replica k has centroid k."""
     made = make_policy(
@@ -119,6 +123,7 @@ def run_one(
         tau=settings.tau,
         lambda_=settings.lambda_,
         max_load=settings.max_load,
+        resident_weight=settings.resident_weight,
         caches_experts=settings.caches_experts,
         seed=seed,
         domain_replicas=artifact.domain_clusters,
@@ -135,6 +140,7 @@ def run_one(
         num_warmup=settings.num_warmup,
         seed=seed,
         observer=observer,
+        residents=residents,
         order=draw(workload.served, total, seed),
         together=settings.start == "together",
     ).run()

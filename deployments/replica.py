@@ -71,7 +71,7 @@ def set_plan_file(settings: PlannerSettings, replica_id: str) -> None:
 
 
 class Heartbeat:
-    """Tells the router that this replica is alive and how many requests it holds.
+    """Tells the router that this replica is alive, how many requests and which experts it holds.
 
     Runs on the replica's event loop. The router forgets a replica that stops. The centroid that the
     router gave is sent along, so that a restarted router gives it again; of a refitted one its name
@@ -87,7 +87,9 @@ class Heartbeat:
         url: str,
         load: Callable[[], int],
         check_health: Callable[[], Awaitable[None]],
+        resident: Callable[[], bytes | None] = lambda: None,
     ) -> None:
+        self._resident = resident
         self._app_name, self._role, self._replica_id, self._url = app_name, role, replica_id, url
         self._load, self._check_health = load, check_health
         self._centroid: int | None = None
@@ -138,6 +140,7 @@ class Heartbeat:
             self._load(),
             self._centroid,
             self._home_tag,
+            self._resident(),
         )
         self._centroid, self._is_known = answer["centroid"], True
         if answer.get("send_home"):
@@ -151,7 +154,7 @@ class Heartbeat:
 
 
 def home_overlap(
-    artifact: Artifact, centroid: int | None, home: bytes | None, residents: Sequence[bytes]
+    artifact: Artifact, centroid: int | None, home: bytes | None, resident: bytes
 ) -> float:
     """Share of the uses expected of a replica's cluster that fall on its resident experts.
 
@@ -159,15 +162,21 @@ def home_overlap(
         artifact: see `nearest_cluster`.
         centroid: see `nearest_cluster`.
         home: see `nearest_cluster`.
-        residents: of each worker, its resident experts as bits, layer by layer; ranks add up.
+        resident: resident experts as bits, each layer from a byte of its own.
     """
     cluster = nearest_cluster(artifact, centroid, home)
     rate_KLE = artifact.cluster_activation_KLE
     rate_LE = rate_KLE.mean(axis=0) if cluster is None else rate_KLE[cluster]
-    bits_RN = np.stack([np.frombuffer(bits, dtype=np.uint8) for bits in residents])
-    bits_LN = np.bitwise_or.reduce(bits_RN, axis=0).reshape(artifact.num_layers, -1)
+    bits_LN = np.frombuffer(resident, dtype=np.uint8).reshape(artifact.num_layers, -1)
     resident_LE = np.unpackbits(bits_LN, axis=1, count=artifact.num_experts).astype(np.bool_)
     return resident_share(rate_LE, resident_LE)
+
+
+def of_all_ranks(residents: Sequence[bytes]) -> bytes:
+    """Experts that are resident on any rank; bits as each rank gives them."""
+    bits_RN = np.stack([np.frombuffer(bits, dtype=np.uint8) for bits in residents])
+    merged: bytes = np.bitwise_or.reduce(bits_RN, axis=0).tobytes()
+    return merged
 
 
 def overlap_artifact(path: str | None) -> Artifact | None:
@@ -246,8 +255,13 @@ class CacheReporter(ManagerReporter):
         artifact: says which experts the replica's cluster is expected to use; None: not known.
         home: the replica's centroid, as `Heartbeat.home`.
         export: takes the share of those uses that fall on resident experts.
+
+    Attributes:
+        resident: experts that the cache holds, all ranks together, as bits, each layer from a byte
+            of its own; None before the first report.
     """
 
+    resident: bytes | None = None
     _known: dict[str, Any] | None = None
     _refused: str | None = None
 
@@ -267,21 +281,22 @@ class CacheReporter(ManagerReporter):
 
     async def report(self) -> None:
         """One exchange with the manager."""
-        manager = await self._connect()
         stats = await self._call("eldr_cache_stats")
-        self.export_overlap([worker.pop("resident") for worker in stats])
+        self.resident = of_all_ranks([worker.pop("resident") for worker in stats])
+        self.export_overlap(self.resident)
+        manager = await self._connect()
         answer = await manager.report.remote(self._replica_id, stats[0], self._known, self._refused)
         self._known, self._refused = answer["targets"], None
         if answer["changes"]:
             results = await self._call("eldr_cache_configure", args=(answer["changes"],))
             self._refused = next((r["error"] for r in results if "error" in r), None)
 
-    def export_overlap(self, residents: Sequence[bytes]) -> None:
+    def export_overlap(self, resident: bytes) -> None:
         """Export `home_overlap`; a metric that cannot be had stops no report."""
         if (home := self._home()) is None or self._artifact is None:
             return
         try:
-            self._export(home_overlap(self._artifact, *home, residents))
+            self._export(home_overlap(self._artifact, *home, resident))
         except ValueError as err:
             logger.warning("no cache overlap from now on: %s", err)
             self._artifact = None

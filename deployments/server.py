@@ -82,6 +82,7 @@ class EngineServer(LLMServer):
             )
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._cache_reporter: CacheReporter | None = None
         self._heartbeat = Heartbeat(
             app_name,
             str(phase),
@@ -89,9 +90,9 @@ class EngineServer(LLMServer):
             url,
             lambda: self._gate.num_running,
             self.check_health,
+            lambda: None if self._cache_reporter is None else self._cache_reporter.resident,
         )
         self._heartbeat.start()
-        self._cache_reporter: CacheReporter | None = None
         if has_cache:
             self._cache_reporter = CacheReporter(
                 app_name,

@@ -55,10 +55,11 @@ class RouterActor:
         load: int,
         centroid: int | None,
         home_tag: str | None,
+        resident: bytes | None = None,
     ) -> dict[str, Any]:
         self._refit_step()
         self._metrics.refits(self._service.num_refits, self._service.moved_share)
-        return self._service.heartbeat(role, replica_id, url, load, centroid, home_tag)
+        return self._service.heartbeat(role, replica_id, url, load, centroid, home_tag, resident)
 
     def restore_home(self, replica_id: str, home: bytes) -> bool:
         return self._service.restore_home(replica_id, home)

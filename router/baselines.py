@@ -20,6 +20,7 @@ class Random:
     name = "random"
     needs_scores = False
     follows_batch = False
+    resident_weight = 0.0
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -42,6 +43,7 @@ class RoundRobin:
     name = "rr"
     needs_scores = False
     follows_batch = False
+    resident_weight = 0.0
 
     def __init__(self) -> None:
         self._next = 0
@@ -68,6 +70,7 @@ class JSQ:
     name = "jsq"
     needs_scores = False
     follows_batch = False
+    resident_weight = 0.0
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -89,6 +92,7 @@ class P2C:
     name = "p2c"
     needs_scores = False
     follows_batch = False
+    resident_weight = 0.0
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -123,6 +127,7 @@ class Domain:
     name = "domain"
     needs_scores = False
     follows_batch = False
+    resident_weight = 0.0
 
     def __init__(
         self, domain_replicas: Mapping[str, Sequence[int]], rng: np.random.Generator

@@ -19,7 +19,14 @@ from calibration.signature import Float32Array
 from router.ledger import LoadLedger
 from router.policy import Policy
 from router.reservoir import SignatureReservoir
-from router.types import CountArray, FallbackReason, IntArray, NoReplica, Selection
+from router.types import (
+    BoolArray,
+    CountArray,
+    FallbackReason,
+    IntArray,
+    NoReplica,
+    Selection,
+)
 
 NO_CENTROID = -1
 BATCH_PRIOR = 8.0
@@ -102,6 +109,11 @@ class RoutingCore:
         self._has_running_K = np.empty(0, dtype=np.bool_)
         # The row in them of each replica, None for a new one; empty if the pool has not changed.
         self._moved_K: list[int | None] = []
+        # Experts that each replica's cache holds, as 0 and 1, (L * E,); (K, L * E) is laid out of
+        # them when it is asked for.
+        self._resident: dict[str, Float32Array] = {}
+        self._resident_KN: Float32Array | None = None
+        self._is_empty_K = np.empty(0, dtype=np.bool_)
         self.set_artifact(artifact)
 
     # ---- pool and artifact
@@ -187,6 +199,7 @@ class RoutingCore:
         """
         self._artifact = artifact
         self._reservoir.clear()
+        self._resident, self._resident_KN = {}, None
         self._running()  # of the old length, before it is forgotten
         self._has_running_K[:] = False
         centroids_CD = artifact.centroids_KD if artifact else np.empty((0, 0), np.float32)
@@ -250,7 +263,10 @@ class RoutingCore:
             if signature_D is not None:
                 scores_K = self._scores(signature_D)
         loads_K = self._ramped(self.loads(now), now)
-        selection = self._place(request_id, scores_K, reason, loads_K, domain, allowed, now)
+        held_K = None
+        if scores_K is not None and counts_LE is not None and self._uses_residents:
+            held_K = self._held(counts_LE[None])[0]
+        selection = self._place(request_id, scores_K, reason, loads_K, domain, allowed, now, held_K)
         if signature_D is not None and self.policy.follows_batch:
             self._follow(self._index[selection.replica_id], signature_D)
         return selection
@@ -287,6 +303,11 @@ class RoutingCore:
                 if signature_D is not None:
                     signatures[b] = signature_D
         scores_BK, cosines_BB, rows = self._batch_scores(signatures)
+        held_BK = None
+        if rows and self._uses_residents:
+            held_BK = self._held(
+                np.stack([c for b in rows if (c := requests[b].counts_LE) is not None])
+            )
         loads_K = self._ramped(self.loads(now), now)
         answers: list[Selection | NoReplica] = []
         for b, (request, choice) in enumerate(zip(requests, allowed, strict=True)):
@@ -303,6 +324,7 @@ class RoutingCore:
                 request.domain,
                 choice,
                 now,
+                held_BK[rows[b]] if held_BK is not None and b in rows else None,
             )
             k = self._index[selection.replica_id]
             if b in rows and self.policy.follows_batch:
@@ -334,9 +356,13 @@ class RoutingCore:
         domain: str | None,
         allowed: IntArray | None,
         now: float,
+        held_K: Float32Array | None = None,
     ) -> Selection:
         """Let the policy choose, and reserve."""
-        decision = self.policy.choose(scores_K, loads_K, domain, allowed)
+        values_K = scores_K
+        if scores_K is not None and held_K is not None:
+            values_K = scores_K + np.float32(self.policy.resident_weight) * held_K
+        decision = self.policy.choose(values_K, loads_K, domain, allowed)
         self.ledger.reserve(request_id, self._ids[decision.index], now)
         fallback = reason or decision.fallback
         self._counters["selected"] += 1
@@ -387,6 +413,58 @@ class RoutingCore:
         if self._foreign_K[k]:
             self._last_foreign_at = now
         return True
+
+    def report_resident(self, replica_id: str, resident_LE: BoolArray) -> bool:
+        """Take which experts a replica's cache holds; they count where the policy says so.
+
+        Args:
+            replica_id: a replica.
+            resident_LE: bool (L, E).
+
+        Returns:
+            False for a replica that is not in the pool.
+
+        Raises:
+            ValueError: another shape than the artifact's model has.
+        """
+        if replica_id not in self._index:
+            return False
+        artifact = self._artifact
+        shape = None if artifact is None else (artifact.num_layers, artifact.num_experts)
+        if resident_LE.shape != shape:
+            raise ValueError(
+                f"resident experts of {replica_id!r} must have shape {shape}, got "
+                f"{resident_LE.shape}: it runs another model than the artifact's"
+            )
+        resident_N = resident_LE.ravel().astype(np.float32)
+        self._resident[replica_id] = resident_N
+        if self._resident_KN is not None:
+            k = self._index[replica_id]
+            self._resident_KN[k], self._is_empty_K[k] = resident_N, not resident_LE.any()
+        return True
+
+    @property
+    def _uses_residents(self) -> bool:
+        return bool(self.policy.resident_weight and self._resident)
+
+    def _held(self, counts_BLE: CountArray) -> Float32Array:
+        """Share of each prompt's choices that fall on experts a replica holds; (B, K).
+
+        A replica whose cache is not known, or empty as in one that has just started, counts as the
+        mean of the others: it is to fill up, and not to be left out for being empty.
+        """
+        if self._resident_KN is None:
+            none_N = np.zeros(counts_BLE[0].size, dtype=np.float32)
+            self._resident = {i: r for i, r in self._resident.items() if i in self._index}
+            self._resident_KN = np.stack([self._resident.get(i, none_N) for i in self._ids])
+            self._is_empty_K = self._resident_KN.max(axis=1) == 0
+        counts_BN = counts_BLE.reshape(len(counts_BLE), -1).astype(np.float32)
+        counts_BN /= counts_BN.sum(axis=1, keepdims=True)
+        held_BK: Float32Array = counts_BN @ self._resident_KN.T
+        is_empty_K = self._is_empty_K
+        if is_empty_K.any() and not is_empty_K.all():
+            held_BK[:, is_empty_K] = held_BK[:, ~is_empty_K].mean(axis=1, keepdims=True)
+        return held_BK
 
     def loads(self, now: float) -> IntArray:
         """Effective load: own reservations, and recent requests of others; int64, shape (K,).
@@ -500,6 +578,7 @@ class RoutingCore:
             )
         self._ids = list(ids)
         self._index = {replica_id: k for k, replica_id in enumerate(ids)}
+        self._resident_KN = None
 
     def _running(self) -> Float32Array:
         """Mean signature of what runs on each replica, (K, D), in the pool's order.

@@ -65,6 +65,7 @@ class RouterSettings:
     ramp_s: float = 0.0
     refit: RefitSettings = field(default_factory=lambda: RefitSettings(when="never"))
     max_load: float | None = None
+    resident_weight: float | None = None
     caches_experts: bool = False
 
 
@@ -94,6 +95,7 @@ class RouterService:
     _restored: dict[str, Float32Array] = field(init=False, default_factory=dict)
     _awaited: set[str] = field(init=False, default_factory=set)
     _restore_at: float | None = field(init=False, default=None)
+    _misfits: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._started = self.clock()
@@ -133,6 +135,7 @@ class RouterService:
         load: int,
         centroid: int | None,
         home_tag: str | None = None,
+        resident: bytes | None = None,
     ) -> dict[str, Any]:
         """A replica says that it is alive.
 
@@ -146,6 +149,8 @@ class RouterService:
             load: requests it holds now.
             centroid: the centroid this router gave it before, if any.
             home_tag: name of the refitted centroid vector the replica keeps, if any.
+            resident: experts that its cache holds, as bits, each layer from a byte of its own; None
+                without a cache.
 
         Returns:
             {"centroid": its centroid or None}; for refitted centroids also {"home_tag": name,
@@ -164,8 +169,31 @@ class RouterService:
             remembered = self._remembered(replica_id, centroid, home_tag)
             self._pool_changed(remembered, joined_at=now if member is None else None)
         self.core.report_load(replica_id, load, now)
+        if resident is not None:
+            self._take_resident(replica_id, resident)
         self.tick(now)
         return self._home_of(replica_id, home_tag)
+
+    def _take_resident(self, replica_id: str, resident: bytes) -> None:
+        artifact = self.core.artifact
+        if artifact is None:
+            return
+        bits = np.frombuffer(resident, dtype=np.uint8)
+        if bits.size != artifact.num_layers * -(-artifact.num_experts // 8):
+            if replica_id not in self._misfits:
+                self._misfits.add(replica_id)
+                logger.warning(
+                    "%s: its cache is of another model than the artifact, and does not count: %d "
+                    "bytes for %d layers of %d experts",
+                    replica_id,
+                    bits.size,
+                    artifact.num_layers,
+                    artifact.num_experts,
+                )
+            return
+        bits_LB = bits.reshape(artifact.num_layers, -1)
+        resident_LE = np.unpackbits(bits_LB, axis=1, count=artifact.num_experts)
+        self.core.report_resident(replica_id, resident_LE.astype(np.bool_))
 
     def restore_home(self, replica_id: str, home: bytes) -> bool:
         """A replica gives back the centroid it kept over a restart of the router.
@@ -529,6 +557,7 @@ class RouterService:
             tau=self.settings.tau,
             lambda_=self.settings.lambda_,
             max_load=self.settings.max_load,
+            resident_weight=self.settings.resident_weight,
             caches_experts=self.settings.caches_experts,
             seed=self.settings.seed,
             domain_replicas={d: ks for d, ks in domain_replicas.items() if ks},

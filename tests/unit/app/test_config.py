@@ -235,6 +235,14 @@ BAD_RELATIONS = [
         ["kv_transfer.lease_s: is 60 s, below the 92 s that may pass", "raise it"],
     ),
     (
+        {"device": "cpu", "prefill.enforce_eager": False},
+        ["prefill.enforce_eager: must not be false on device cpu while router.capture is on"],
+    ),
+    (
+        {"router.resident_weight": 0.5},
+        ["router.resident_weight: is 0.5 and decode engines have no expert cache"],
+    ),
+    (
         {"cache.enabled": True, "decode.enforce_eager": False},
         ["decode.enforce_eager: must not be false while cache.enabled is true"],
     ),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from app.cli import main
 from cachemgr.bound import minimum
-from cachemgr.joint import ReplicaCaches, UnionRecorder
+from cachemgr.joint import ReplicaCaches, UnionRecorder, joint, num_runs
 from cachemgr.policies import LRFU, make_retention
 from cachemgr.replay import run
+from calibration.replay import Arrivals
+from calibration.replay_report import Settings
+from calibration.traces import RoutingTrace
 
 
 def steps_of(rng, number: int):
@@ -96,3 +100,34 @@ def test_matrix_of_the_command(tmp_path, capsys):
     assert "min" in capsys.readouterr().err
     assert main([*command, "--policies", "lru,lrfu"]) == 2
     assert "one cache policy" in capsys.readouterr().err
+
+
+def test_live_is_replayed_with_caches_of_each_size(monkeypatch):
+    asked: set[int] = set()
+    resident = ReplicaCaches.resident
+
+    def asks(self, replica):
+        asked.add(self.caches[replica].capacity)
+        return resident(self, replica)
+
+    monkeypatch.setattr(ReplicaCaches, "resident", asks)
+    rng = np.random.default_rng(1)
+    ids = np.stack([[rng.choice(6, 2, replace=False) for _ in range(2)] for _ in range(24 * 20)])
+    trace = RoutingTrace(ids.astype(np.uint8), np.arange(25) * 20, 6, ("",) * 24)
+    settings = Settings(
+        ("jsq", "live"),
+        num_replicas=2,
+        arrivals=Arrivals(concurrency=4),
+        prefix_tokens=4,
+        seeds=(0,),
+        num_requests=10,
+        num_warmup=0,
+        caches_experts=True,
+    )
+    told: list[str] = []
+    joint(trace, settings, [2, 4, 6], ["lru", "lrfu"], tell=told.append)
+    assert len(told) == num_runs(settings, [2, 4, 6], ["lru", "lrfu"]) == 4 + 12
+    assert asked == {2, 4, 6}
+    asked.clear()
+    joint(trace, replace(settings, resident_weight=0.0), [4], tell=told.append)
+    assert not asked

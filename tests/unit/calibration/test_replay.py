@@ -11,6 +11,7 @@ import pytest
 
 from app.cli import main
 from calibration.replay import (
+    RESIDENT_STEPS,
     Arrivals,
     Replay,
     Workload,
@@ -160,6 +161,26 @@ class TestReplay:
         assert set(result.step_loads_S) == {1.5}
         assert max(watch.unions) <= 3 * NUM_EXPERTS
         assert round(result.step_distinct_S.max() * 3) in watch.unions
+
+    def test_the_core_hears_now_and_then_what_caches_hold(self, workload: Workload) -> None:
+        class Watch:
+            def __init__(self) -> None:
+                self.steps = [0, 0]
+                self.asked: list[list[int]] = [[], []]
+
+            def on_step(self, replica: int, union_LE: np.ndarray, num_requests: int) -> float:
+                self.steps[replica] += 1
+                return 0.0
+
+            def resident(self, replica: int) -> np.ndarray:
+                self.asked[replica].append(self.steps[replica])
+                return np.ones((3, NUM_EXPERTS), dtype=np.bool_)
+
+        watch = Watch()
+        self.replay(workload, "live", observer=watch, residents=watch.resident).run()
+        for steps, asked in zip(watch.steps, watch.asked, strict=True):
+            assert steps > RESIDENT_STEPS
+            assert asked == list(range(1, steps + 1, RESIDENT_STEPS))
 
     def test_scenario_may_add_and_remove_replicas(self, workload: Workload) -> None:
         def scenario(number: int, now: float, core: RoutingCore) -> None:

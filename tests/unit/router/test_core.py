@@ -380,3 +380,73 @@ class TestFollowingTheBatch:
             core.release(f"r{i}")
         core.set_artifact(build_artifact(4))
         assert select(core, "t", build_domain_request(1)).replica_id == "d1"
+
+
+class TestResidentExperts:
+    """What caches hold counts beside the cosine, for a policy that says so."""
+
+    def core(self, weight: float = 10.0, num_replicas: int = 3) -> RoutingCore:
+        return build_core(num_replicas, Live(0.1, 2.0, resident_weight=weight))
+
+    def held(self, counts_LE) -> np.ndarray:
+        return np.asarray(counts_LE) > 0
+
+    def test_the_cache_that_holds_the_prompts_experts_wins(self):
+        counts = build_domain_request(0)
+        for weight, chosen in ((10.0, "d2"), (0.0, "d0")):
+            core = self.core(weight)
+            for replica in ("d0", "d1"):
+                assert core.report_resident(replica, ~self.held(counts))
+            assert core.report_resident("d2", self.held(counts))
+            selection = select(core, counts=counts)
+            assert selection.replica_id == chosen
+            cosine = core.artifact.centroids_KD[int(chosen[1])] @ core.artifact.transform(counts)
+            assert selection.similarity == pytest.approx(float(cosine), abs=1e-6)
+
+    def test_it_counts_in_proportion_to_the_choices(self):
+        core, counts = self.core(), build_domain_request(1)
+        half = self.held(counts)
+        half[::2] = False  # layers have equal weight
+        core.report_resident("d0", half)
+        core.report_resident("d1", self.held(counts))
+        core.report_resident("d2", np.ones_like(half))
+        held_K = core._held(counts[None])[0]
+        share = half[1::2].shape[0] / len(half)
+        assert held_K.tolist() == pytest.approx([share, 1.0, 1.0])
+
+    def test_an_empty_or_unknown_cache_counts_as_the_mean(self):
+        core, counts = self.core(num_replicas=4), build_domain_request(0)
+        core.report_resident("d0", self.held(counts))
+        core.report_resident("d1", ~self.held(counts))
+        core.report_resident("d2", np.zeros_like(self.held(counts)))
+        assert core._held(counts[None])[0].tolist() == pytest.approx([1.0, 0.0, 0.5, 0.5])
+        core.report_resident("d2", self.held(counts))
+        assert core._held(counts[None])[0].tolist() == pytest.approx([1.0, 0.0, 1.0, 2 / 3])
+
+    def test_batches_choose_as_single_requests_do(self):
+        requests = [RouteRequest(f"r{i}", build_domain_request(i % 4), TOKENS) for i in range(12)]
+        alone, many = self.core(1.0), self.core(1.0)
+        for core in (alone, many):
+            for k in range(3):
+                core.report_resident(f"d{k}", self.held(build_domain_request((k + 1) % 4)))
+        expected = [
+            select(alone, r.request_id, r.counts_LE, r.prompt_tokens).replica_id for r in requests
+        ]
+        assert [s.replica_id for s in many.select_many(requests, 0.0)] == expected
+
+    def test_caches_follow_their_replicas(self):
+        core, counts = self.core(), build_domain_request(0)
+        core.report_resident("d2", self.held(counts))
+        core.report_resident("d0", ~self.held(counts))
+        core.set_replicas(["d2", "d3", "d0"])
+        assert core._held(counts[None])[0].tolist() == pytest.approx([1.0, 0.5, 0.0])
+        assert not core.report_resident("d1", self.held(counts))  # it has left
+        core.set_artifact(core.artifact)
+        assert select(core, counts=counts).fallback is None
+
+    def test_another_shape_is_refused(self):
+        core = self.core()
+        with pytest.raises(
+            ValueError, match=r"resident experts of 'd0' must have shape .*got \(2, 3\)"
+        ):
+            core.report_resident("d0", np.zeros((2, 3), np.bool_))

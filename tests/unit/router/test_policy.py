@@ -201,12 +201,20 @@ class TestLive:
     def test_cached_experts_change_defaults_and_nothing_that_is_set(self):
         def made(**settings):
             policy = make_policy("live", caches_experts=True, **settings)
-            return policy.lambda_, policy.max_load
+            return policy.lambda_, policy.max_load, policy.resident_weight
 
         plain = make_policy("live")
-        assert made() == (0.2, 2.0) != (plain.lambda_, plain.max_load) == (0.4, 1.5)
-        assert made(lambda_=0.7) == (0.7, 2.0)
-        assert made(max_load=1.2) == (0.2, 1.2)
+        assert (plain.lambda_, plain.max_load, plain.resident_weight) == (0.4, 1.5, 0.0)
+        assert made() == (0.1, 2.0, 1.0)
+        assert made(lambda_=0.7) == (0.7, 2.0, 1.0)
+        assert made(max_load=1.2) == (0.1, 1.2, 1.0)
+        assert made(resident_weight=0.0) == (0.2, 2.0, 0.0)  # nothing else holds load together
+        assert made(resident_weight=0.5) == (0.1, 2.0, 0.5)
+
+    @pytest.mark.parametrize("weight", [-0.1, NAN, float("inf")])
+    def test_refuses_a_weight_of_caches_that_is_none(self, weight):
+        with pytest.raises(ValueError, match="resident_weight must be >= 0"):
+            Live(resident_weight=weight)
 
     @pytest.mark.parametrize("max_load", [0.9, -1.0, NAN])
     def test_refuses_a_bound_below_the_mean(self, max_load):

@@ -11,7 +11,7 @@ import pytest
 from calibration.fit import fit
 from router.refit import RefitResult, RefitSettings, run_refit
 from router.service import HEARTBEAT_TIMEOUT_S, RouterService, RouterSettings
-from tests.builders import build_artifact, build_capture, build_counts
+from tests.builders import build_artifact, build_capture, build_counts, build_domain_request
 
 
 class Clock:
@@ -520,3 +520,29 @@ def test_replica_that_was_briefly_away_has_no_ramp(clock: Clock) -> None:
     router.suspect("a")
     router.heartbeat("decode", "a", "http://a", 0, None)
     assert {select(router, f"s{i}")["replica_id"] for i in range(3)} == {"a"}
+
+
+def test_what_caches_hold_comes_with_heartbeats(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    artifact = build_artifact(2)
+    artifact.save(tmp_path / "artifact")
+    made = RouterSettings("live", 0.1, None, 0, str(tmp_path / "artifact"), 16, 100)
+    router = RouterService(replace(made, caches_experts=True), clock)
+    counts_LE = build_domain_request(0)
+    holds, lacks = (np.packbits(side, axis=1).tobytes() for side in (counts_LE > 0, counts_LE == 0))
+
+    def beat(replica: str, resident: bytes) -> None:
+        router.heartbeat("decode", replica, f"http://{replica}", 0, None, None, resident)
+
+    beat("a", lacks)
+    beat("b", holds)
+    counts = counts_LE.astype("<u2").tobytes()
+    assert router.select("r1", counts, 40, None)["replica_id"] == "b"
+    router.release(["r1"])
+    beat("a", holds)
+    beat("b", lacks)
+    assert router.select("r2", counts, 40, None)["replica_id"] == "a"
+    for _ in range(2):
+        beat("b", b"another model")
+    assert caplog.text.count("b: its cache is of another model than the artifact") == 1
