@@ -202,7 +202,7 @@ class Soft:
         if self.max_load < math.inf:
             after = (total + 1) / len(loads)
             limit = max(self.max_load * after, after + MIN_MEAN_LOAD)
-            if loads[chosen] + 1 > limit:
+            if loads.item(chosen) + 1 > limit:
                 value[loads + 1 > limit] = -math.inf  # never all: the least load is below the mean
                 chosen = _best(value, loads)
         return Decision(chosen if allowed is None else int(allowed[chosen]))
@@ -301,10 +301,10 @@ def make_policy(
 def _best(value: FloatArray, loads: IntArray) -> int:
     """Index of the largest value, on ties of the smaller load, then the lowest; of a NaN if any."""
     best = int(value.argmax())
-    is_best = value == value[best]
-    if np.count_nonzero(is_best) > 1:
-        return least_loaded(loads, np.flatnonzero(is_best))
-    return best
+    last = len(value) - 1 - int(value[::-1].argmax())
+    if best == last or math.isnan(value[best]):
+        return best
+    return least_loaded(loads, np.flatnonzero(value == value[best]))
 
 
 def _outside_as_nan(scores_K: FloatArray, allowed: IntArray) -> FloatArray:

@@ -65,7 +65,7 @@ class PrefixRing:
                 else "no prefill replica is known: wait for one to register"
             )
         try:
-            total = sum([loads[replica] for replica in candidates])
+            total = sum(map(loads.__getitem__, candidates))
         except KeyError:
             missing = [replica for replica in candidates if replica not in loads]
             raise ValueError(f"loads must name every prefill replica, missing {missing}") from None

@@ -79,8 +79,8 @@ class DecodeReplica:
         self._now, self._step = now, 0
         self._waiting: list[tuple[float, int, int, int]] = []  # heap: ready, request, row, steps
         self._batch: list[tuple[int, int, int]] = []  # heap: last step, request, row
-        self._log_absent_NX = workload.log_absent_NX
-        self._log_absent_X = np.zeros(self._log_absent_NX.shape[1], dtype=np.float32)
+        self._log_absent = workload.log_absent
+        self._log_absent_X = np.zeros_like(self._log_absent[0])
         self._absent_X = np.empty_like(self._log_absent_X)
         self._num_layers = self._log_absent_X.size // workload.num_experts
         self._changes = math.inf
@@ -161,7 +161,7 @@ class DecodeReplica:
     def _join(self) -> None:
         _, request, row, steps = heapq.heappop(self._waiting)
         heapq.heappush(self._batch, (self._step + steps, request, row))
-        self._log_absent_X += self._log_absent_NX[row]
+        self._log_absent_X += self._log_absent[row]
         self._changes += 1
         if self._exact:
             length = int(self._offsets[row + 1] - self._offsets[row])
@@ -169,7 +169,7 @@ class DecodeReplica:
 
     def _leave(self) -> int:
         _, request, row = heapq.heappop(self._batch)
-        self._log_absent_X -= self._log_absent_NX[row]
+        self._log_absent_X -= self._log_absent[row]
         self._changes += 1
         if not self._batch:
             self._log_absent_X[:] = 0.0  # no rounding errors stay

@@ -86,6 +86,11 @@ class Workload:
         return np.log1p(-self.activation_NLE[:, ::stride].reshape(len(self), -1))
 
     @cached_property
+    def log_absent(self) -> list[Float32Array]:
+        """Rows of `log_absent_NX`; to take one from the array costs as much as to add it."""
+        return list(self.log_absent_NX)
+
+    @cached_property
     def decode_bits(self) -> tuple[BitArray, NDArray[np.int64]]:
         """Experts of each decoded token as bit sets, uint64 (T, L, W), and offsets (N + 1,).
 
