@@ -190,6 +190,9 @@ def _set_environment(config: EldrConfig) -> None:
         # HAProxy does not start when another one on this machine has its ports.
         for name, port in (("METRICS", 9101), ("STATS", 8404)):
             os.environ.setdefault(f"RAY_SERVE_HAPROXY_{name}_PORT", str(_free_port(port)))
+        # Serve's defaults, ten times a second, are a tenth of a core on a small machine.
+        os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "1000")
+        os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25")
         # While engines import vLLM on few cores, a proxy that answers late is not a dead one.
         os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")

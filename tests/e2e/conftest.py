@@ -35,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
 
 
+def demo_config() -> dict[str, Any]:
+    """What `make serve` serves."""
+    config: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text())
+    return config
+
+
 @pytest.fixture(scope="session")
 def prompts() -> list[Prompt]:
     """27 prompts: three of each domain and language, from the test split."""
@@ -53,9 +59,8 @@ def reference(prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -
     questions.write_text(json.dumps({p.id: p.text for p in prompts}))
     answers = folder / "answers.json"
     script = Path(__file__).parent / "reference_engine.py"
-    subprocess.run(
-        [sys.executable, script, MODEL, questions, answers, str(MAX_TOKENS)], check=True, cwd=ROOT
-    )
+    arguments = [MODEL, demo_config()["model"]["dtype"], questions, answers, str(MAX_TOKENS)]
+    subprocess.run([sys.executable, script, *arguments], check=True, cwd=ROOT)
     result: dict[str, Any] = json.loads(answers.read_text())
     return result
 
@@ -112,17 +117,13 @@ def wait_until(condition: Any, timeout_s: float, what: str) -> None:
     pytest.fail(f"not within {timeout_s:g} s: {what}")
 
 
-@pytest.fixture(scope="session")
-def service(
-    reference: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Service]:
-    """The demo's configuration on another port; ended hard, which must leave nothing behind."""
-    config = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text())
+@contextlib.contextmanager
+def serving(config: dict[str, Any], folder: Path) -> Iterator[Service]:
+    """The demo served with this configuration on another port; ended hard, which must leave nothing
+    behind."""
     config["model"]["path"] = str(MODEL)
     config["router"]["artifact"] = str(ROOT / "models" / "demo" / "calibration")
     config["http"] = {"port": PORT}
-    config["limits"] = {"max_body_bytes": 200_000, "max_n": 4}
-    folder = tmp_path_factory.mktemp("service")
     path = folder / "eldr.yaml"
     path.write_text(yaml.safe_dump(config))
     before = run_ids()
@@ -139,8 +140,20 @@ def service(
         process.kill()
         pytest.fail(f"the service did not start:\n{(folder / 'serve.log').read_text()[-4000:]}")
     (run_id,) = run_ids() - before
-    yield Service(f"http://127.0.0.1:{PORT}", process, run_id)
-    if process.poll() is None:
-        os.kill(process.pid, signal.SIGTERM)
-        process.wait(timeout=90)
-    processes.end(run_id)
+    try:
+        yield Service(f"http://127.0.0.1:{PORT}", process, run_id)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGTERM)
+            process.wait(timeout=90)
+        processes.end(run_id)
+
+
+@pytest.fixture(scope="session")
+def service(
+    reference: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    """The demo's configuration with small limits."""
+    config = {**demo_config(), "limits": {"max_body_bytes": 200_000, "max_n": 4}}
+    with serving(config, tmp_path_factory.mktemp("service")) as running:
+        yield running

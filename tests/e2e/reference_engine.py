@@ -1,4 +1,4 @@
-"""Greedy answers of one plain vLLM engine: reference_engine.py MODEL PROMPTS ANSWERS MAX_TOKENS."""
+"""Greedy answers of one plain vLLM engine: MODEL DTYPE PROMPTS ANSWERS MAX_TOKENS."""
 
 import json
 import os
@@ -16,8 +16,8 @@ os.environ.update(
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    model, prompts, answers, max_tokens = sys.argv[1:]
-    engine = LLM(model=model, dtype="bfloat16", enforce_eager=True, max_model_len=2048)
+    model, dtype, prompts, answers, max_tokens = sys.argv[1:]
+    engine = LLM(model=model, dtype=dtype, enforce_eager=True, max_model_len=2048)
     params = SamplingParams(max_tokens=int(max_tokens), temperature=0)
     result = {}
     for prompt_id, text in json.loads(Path(prompts).read_text()).items():
