@@ -57,7 +57,12 @@ BINDINGS: tuple[Binding, ...] = (
     Binding("vllm.v1.executor.uniproc_executor", "UniProcExecutor", "worker in EngineCore (CPU)"),
     Binding("vllm.forward_context", "get_forward_context", "KV slot of each token"),
     Binding(f"{_MOE}.layer", "MoERunner", "the MoE layers of a model"),
-    Binding(f"{_MOE}.router.base_router", "BaseRouter.set_capture_fn", "top-k ids of each layer"),
+    Binding(f"{_MOE}.routed_experts_capturer", "RoutedExpertsCapturer", "top-k ids of each layer"),
+    Binding(
+        f"{_MOE}.routed_experts_capturer",
+        "bind_routed_experts_capturer",
+        "top-k ids of each layer",
+    ),
 )
 
 CACHE_BINDINGS: tuple[Binding, ...] = (

@@ -10,7 +10,7 @@ arXiv 2607.00466, signature cache).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -86,20 +86,22 @@ class BlockCounts:
         return counts
 
 
-def stack_ids(ids_by_layer: Mapping[int, torch.Tensor], num_tokens: int) -> torch.Tensor:
-    """Top-k ids of all layers as one (T, L, k) tensor, layers in ascending order.
+def active_experts(
+    ids_TLk: torch.Tensor, num_experts: int, is_token_T: torch.Tensor
+) -> torch.Tensor:
+    """Experts that a step's tokens activate; bool (L, E), on the device of the ids.
 
-    Padding rows beyond num_tokens are cut.
+    Args:
+        ids_TLk: chosen experts; integer, shape (T, L, k), each in [0, E).
+        num_experts: E.
+        is_token_T: False for padding, which a compiled graph computes too; bool (T,).
     """
-    return torch.stack([ids_by_layer[i][:num_tokens].long() for i in sorted(ids_by_layer)], dim=1)
-
-
-def active_experts(ids_TLk: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Experts that a step's tokens activate; bool (L, E), on the device of the ids."""
     num_tokens, num_layers, top_k = ids_TLk.shape
-    active_LE = torch.zeros(num_layers, num_experts, dtype=torch.bool, device=ids_TLk.device)
+    # Choices of padding go to a column that is cut off: no data-dependent shape.
+    ids_TLk = torch.where(is_token_T[:, None, None], ids_TLk, num_experts).long()
+    active_LE = torch.zeros(num_layers, num_experts + 1, dtype=torch.bool, device=ids_TLk.device)
     index_LN = ids_TLk.permute(1, 0, 2).reshape(num_layers, num_tokens * top_k)
-    return active_LE.scatter_(1, index_LN, True)
+    return active_LE.scatter_(1, index_LN, True)[:, :num_experts]
 
 
 def encode_counts(counts_LE: npt.NDArray[np.uint32]) -> bytes:

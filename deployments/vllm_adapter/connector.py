@@ -37,21 +37,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
     NixlPromMetrics,
 )
 from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from deployments.vllm_adapter.bindings import IncompatibleVllm, check_bindings
-from deployments.vllm_adapter.capture import (
-    BlockCounts,
-    active_experts,
-    encode_counts,
-    stack_ids,
-)
+from deployments.vllm_adapter.capture import BlockCounts, active_experts, encode_counts
 from deployments.vllm_adapter.expert_cache import cache_of
 from deployments.vllm_adapter.orphan import exit_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -190,7 +186,7 @@ class EldrConnector(NixlPullConnector):
             self._total_counts: dict[str, bytes] = {}
         else:
             self._counts: BlockCounts | None = None
-            self._ids_by_layer: dict[int, torch.Tensor] = {}
+            self._choices: Choices | None = None
             self._worker_meta = CountsMeta()
             self._eldr_stats = EldrStats()
             self.step_totals = StepTotals()
@@ -211,25 +207,22 @@ class EldrConnector(NixlPullConnector):
         self._expert_cache = cache_of(self._vllm_config)
         if self._mode == "off":
             return
-        num_experts = bind_routers(self._vllm_config, self._ids_by_layer)
-        num_layers = len(self._ids_by_layer)
-        self._ids_by_layer.update(dict.fromkeys(self._ids_by_layer, _NO_IDS))
-        self._num_experts = num_experts
-        self.step_totals.start(num_layers)
+        self._choices = choices = Choices(self._vllm_config)
+        self.step_totals.start(choices.num_layers)
         if self._counts_prompts:
             group = self.kv_cache_config.kv_cache_groups[self._group]
             self._counts = BlockCounts(
                 num_blocks=self.kv_cache_config.num_blocks,
-                num_layers=num_layers,
-                num_experts=num_experts,
+                num_layers=choices.num_layers,
+                num_experts=choices.num_experts,
                 block_size=group.kv_cache_spec.block_size,
                 device=next(iter(kv_caches.values())).device,
             )
         logger.info(
             "expert capture (%s): bound %d MoE layers of %d experts",
             self._mode,
-            num_layers,
-            num_experts,
+            choices.num_layers,
+            choices.num_experts,
         )
 
     def wait_for_save(self) -> None:
@@ -237,22 +230,28 @@ class EldrConnector(NixlPullConnector):
         super().wait_for_save()
         if self._expert_cache is not None:
             self._count_cache(self._expert_cache)
-        if self._mode == "off":
+        if self._choices is None:
             return
-        slots = self._slots_of_step()
-        if slots is None or slots.shape[0] == 0:
+        slots_T = self._slots_of_step()
+        if slots_T is None or slots_T.shape[0] == 0:
             return
-        ids_TLk = stack_ids(self._ids_by_layer, slots.shape[0])
+        ids_TLk = self._choices.of_step(slots_T.shape[0])
         if self._counts is not None:
-            self._counts.record(slots, ids_TLk)
+            self._counts.record(slots_T, ids_TLk)
             self._sum_finished_prompts(self._counts)
         if self._mode in ("decode", "trace"):
-            active_LE = active_experts(ids_TLk, self._num_experts)
-            distinct_L = active_LE.sum(1).cpu().numpy()
-            self.step_totals.add(distinct_L, slots.shape[0])
-            if slots.shape[0] <= self._vllm_config.scheduler_config.max_num_seqs:
-                self.expert_uses.add(active_LE)
-            self._eldr_stats.data[_DISTINCT].append(float(distinct_L.mean()))
+            self._count_step(slots_T >= 0, ids_TLk, self._choices.num_experts)
+
+    def _count_step(
+        self, is_token_T: torch.Tensor, ids_TLk: torch.Tensor, num_experts: int
+    ) -> None:
+        active_LE = active_experts(ids_TLk, num_experts, is_token_T)
+        # Brought to the host together: one wait for the device.
+        *distinct_L, num_tokens = torch.cat([active_LE.sum(1), is_token_T.sum()[None]]).tolist()
+        self.step_totals.add(distinct_L, num_tokens)
+        if num_tokens <= self._vllm_config.scheduler_config.max_num_seqs:
+            self.expert_uses.add(active_LE)
+        self._eldr_stats.data[_DISTINCT].append(sum(distinct_L) / len(distinct_L))
 
     def _count_cache(self, expert_cache: InstalledCache) -> None:
         """Add what the expert cache did since the last time, ten times a second at most."""
@@ -387,10 +386,10 @@ class StepTotals:
     def start(self, num_layers: int) -> None:
         self.distinct_L = [0] * num_layers
 
-    def add(self, distinct_L: Any, num_tokens: int) -> None:
+    def add(self, distinct_L: Sequence[int], num_tokens: int) -> None:
         self.num_steps += 1
         self.num_tokens += num_tokens
-        self.distinct_L = [a + int(b) for a, b in zip(self.distinct_L, distinct_L, strict=True)]
+        self.distinct_L = [a + b for a, b in zip(self.distinct_L, distinct_L, strict=True)]
 
 
 class ExpertUses:
@@ -417,52 +416,87 @@ class ExpertUses:
         return uses
 
 
-_NO_IDS = torch.empty(0, 1, dtype=torch.int32)
+class Choices:
+    """Top-k ids of every MoE layer, as its router chose them last; logical ids, on the device.
 
-
-def bind_routers(vllm_config: VllmConfig, ids_by_layer: dict[int, torch.Tensor]) -> int:
-    """Let every MoE layer's router leave its top-k ids (by reference) in `ids_by_layer`.
-
-    Returns:
-        E, experts per layer.
+    vLLM's own capturer keeps them in one buffer of fixed address: a CUDA graph that is replayed
+    runs no Python, so what a callback holds by reference would be those of another step.
 
     Raises:
-        IncompatibleVllm: the model has no MoE layer that can be bound, or the layers differ in E.
+        IncompatibleVllm: the model has no MoE layer that can be bound, the layers differ in E, or
+            the routers are compiled away.
     """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+            RoutedExpertsCapturer,
+            bind_routed_experts_capturer,
+        )
+
+        config = vllm_config.model_config
+        layers = _moe_layers(vllm_config)
+        sizes = {int(layer.moe_config.num_logical_experts) for layer in layers.values()}
+        if not layers:
+            raise IncompatibleVllm(
+                f"no MoE layer found in {config.model}: expert capture needs a Mixture-of-Experts "
+                "model; set router.capture to false to serve a dense one"
+            )
+        if len(sizes) > 1:
+            raise IncompatibleVllm(
+                f"MoE layers differ in their number of experts ({sorted(sizes)}): not supported; "
+                "set router.capture to false"
+            )
+        if current_platform.is_cpu() and not config.enforce_eager:
+            raise IncompatibleVllm(
+                "on CPU vLLM compiles the routers into the graph, and their choices cannot be "
+                "seen: set enforce_eager of this phase to true, or router.capture to false"
+            )
+        capturer = RoutedExpertsCapturer(
+            vllm_config.scheduler_config.max_num_batched_tokens, vllm_config
+        )
+        try:
+            bind_routed_experts_capturer(torch.nn.ModuleList(layers.values()), capturer)
+        except ValueError as err:
+            raise IncompatibleVllm(
+                f"expert choices of {config.model} cannot be captured: {err} Set router.capture to "
+                "false, or take another MoE backend"
+            ) from err
+        self.num_experts = sizes.pop()
+        self.num_layers = len(layers)
+        self._ids_SLk: torch.Tensor = capturer.device_buffer.fill_(
+            -1
+        )  # S tokens; all layers, dense ones too
+        self._columns_L = torch.tensor(list(layers), device=self._ids_SLk.device)
+        self._has_all = self.num_layers == self._ids_SLk.shape[1]
+        self._is_checked = False
+
+    def of_step(self, num_tokens: int) -> torch.Tensor:
+        """Ids of a step's first tokens; int32 (T, L, k), valid until the next step.
+
+        Raises:
+            IncompatibleVllm: the first step has left none.
+        """
+        ids_TLk = self._ids_SLk[:num_tokens]
+        if not self._has_all:
+            ids_TLk = ids_TLk[:, self._columns_L]
+        if not self._is_checked:
+            if bool((ids_TLk < 0).any()):
+                raise IncompatibleVllm(
+                    "vLLM's MoE layers did not report the experts they chose: set router.capture "
+                    "to false, or take another MoE backend"
+                )
+            self._is_checked = True
+        return ids_TLk
+
+
+def _moe_layers(vllm_config: VllmConfig) -> dict[int, Any]:
+    """MoE layers of the model by number, ascending; not those of a draft model, which follow."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    num_experts: dict[int, int] = {}
-    for name, module in vllm_config.compilation_config.static_forward_context.items():
-        if not isinstance(module, MoERunner):
-            continue
-        if not hasattr(module.router, "set_capture_fn"):
-            raise IncompatibleVllm(
-                f"router {type(module.router).__name__} of layer {name} has no set_capture_fn: "
-                "expert choices of this model cannot be captured; set router.capture to false"
-            )
-        layer_id = int(module.layer_id)
-        module.router.set_capture_fn(_keeper(ids_by_layer, layer_id))
-        ids_by_layer[layer_id] = _NO_IDS
-        num_experts[layer_id] = int(module.moe_config.num_logical_experts)
-    if not num_experts:
-        raise IncompatibleVllm(
-            f"no MoE layer found in {vllm_config.model_config.model}: expert capture needs a "
-            "Mixture-of-Experts model; set router.capture to false to serve a dense one"
-        )
-    if len(set(num_experts.values())) > 1:
-        raise IncompatibleVllm(
-            f"MoE layers differ in their number of experts ({sorted(set(num_experts.values()))}): "
-            "not supported; set router.capture to false"
-        )
-    return next(iter(num_experts.values()))
-
-
-def _keeper(ids_by_layer: dict[int, torch.Tensor], layer_id: int) -> Any:
-    # A function of its own: a closure over a loop variable would bind every layer to the last one.
-    def keep(topk_ids: torch.Tensor) -> None:
-        ids_by_layer[layer_id] = topk_ids
-
-    return keep
+    modules = vllm_config.compilation_config.static_forward_context.values()
+    layers = {int(m.layer_id): m for m in modules if isinstance(m, MoERunner)}
+    last = vllm_config.model_config.get_total_num_hidden_layers()
+    return {i: layers[i] for i in sorted(layers) if i < last}
 
 
 def _full_attention_group(kv_cache_config: KVCacheConfig) -> int:

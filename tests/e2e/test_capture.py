@@ -75,6 +75,11 @@ class Engine:
 
     def close(self) -> None:
         self.engine.shutdown()
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        del self.engine  # one that is left to the interpreter's end complains there
         self.loop.close()
 
 

@@ -9,7 +9,6 @@ from deployments.vllm_adapter.capture import (
     active_experts,
     decode_counts,
     encode_counts,
-    stack_ids,
 )
 
 L, E, K, BLOCK = 3, 8, 2, 4
@@ -74,16 +73,11 @@ def test_block_size_must_fit_in_a_byte() -> None:
 
 
 def test_active_experts_per_layer() -> None:
-    ids = torch.tensor([[[0, 1], [2, 3], [4, 5]], [[1, 2], [2, 3], [6, 7]]])
-    active = active_experts(ids, E)
+    ids = torch.tensor([[[0, 1], [2, 3], [4, 5]], [[1, 2], [2, 3], [6, 7]]], dtype=torch.int32)
+    active = active_experts(ids, E, torch.tensor([True, True]))
     assert [row.nonzero().flatten().tolist() for row in active] == [[0, 1, 2], [2, 3], [4, 5, 6, 7]]
-
-
-def test_stack_orders_layers_and_cuts_padding() -> None:
-    ids = {7: torch.full((5, K), 1), 2: torch.full((5, K), 0)}
-    stacked = stack_ids(ids, 3)
-    assert stacked.shape == (3, 2, K)
-    assert stacked[:, 0].unique().tolist() == [0]
+    active = active_experts(ids, E, torch.tensor([True, False]))
+    assert [row.nonzero().flatten().tolist() for row in active] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_counts_survive_the_wire() -> None:
