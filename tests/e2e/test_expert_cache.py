@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import ray
 
 from app.config import CacheConfig, load_config
+from cachemgr.actor import create_manager
+from cachemgr.manager import ControlSettings
+from cachemgr.memory import host_memory
+from calibration.artifact import Artifact
 from calibration.capture import Prompt
 from deployments.engine import Phase, engine_env, engine_kwargs
-from deployments.replica import set_side_channel
+from deployments.replica import CacheReporter, set_side_channel
 from tests.e2e.conftest import MAX_TOKENS, MODEL, ROOT, wait_until
 
 POLICIES = ("lru", "lfu", "lrfu", "temporal", "spatio", "learned")
@@ -205,29 +212,40 @@ def test_counts_are_exported(engine: Engine, prompts: list[Prompt]) -> None:
         assert 0.5 * stats[name] <= value <= stats[name], name
 
 
-def test_manager_sets_a_running_engine_and_survives_its_end(
-    engine: Engine, prompts: list[str]
-) -> None:
-    import ray
-
-    from cachemgr.actor import create_manager
-    from calibration.artifact import Artifact
-    from deployments.replica import CacheReporter
-
+@contextlib.contextmanager
+def managed(
+    engine: Engine, control: ControlSettings | None, export: Callable[[float], None]
+) -> Iterator[tuple[Any, CacheReporter]]:
+    """A node's manager, and the engine's reporter to it."""
     ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
-        node_id = ray.get_runtime_context().get_node_id()
-        manager = create_manager("test", node_id, None)
-        shares: list[float] = []
-        reporter = CacheReporter(
-            "test",
-            "decode-1",
-            None,
-            engine.engine.collective_rpc,
-            artifact=Artifact.load(ROOT / "models" / "demo" / "calibration"),
-            home=lambda: (0, None),
-            export=shares.append,
+        manager = create_manager("test", ray.get_runtime_context().get_node_id(), control)
+        yield (
+            manager,
+            CacheReporter(
+                "test",
+                "decode-1",
+                control,
+                engine.engine.collective_rpc,
+                artifact=Artifact.load(ROOT / "models" / "demo" / "calibration"),
+                home=lambda: (0, None),
+                export=export,
+            ),
         )
+        ray.kill(manager)
+    finally:
+        ray.shutdown()
+        engine.call(
+            "eldr_cache_configure",
+            {"policy": "lru", "budget": 0, "slots": 32, "score_file": None},
+        )
+
+
+def test_manager_sets_a_running_engine_and_survives_its_end(
+    engine: Engine, prompts: list[Prompt]
+) -> None:
+    shares: list[float] = []
+    with managed(engine, None, shares.append) as (manager, reporter):
 
         def report() -> int:
             engine.loop.run_until_complete(reporter.report())
@@ -253,15 +271,45 @@ def test_manager_sets_a_running_engine_and_survives_its_end(
         assert ray.get(manager.status.remote())["replicas"]["decode-1"]["slots"] == 16
         engine.loop.run_until_complete(reporter.stop())
         assert ray.get(manager.status.remote())["replicas"] == {}
-        ray.kill(manager)
-    finally:
-        ray.shutdown()
-        engine.call("eldr_cache_configure", {"slots": 32})
+
+
+def test_memory_pressure_takes_slots_and_gives_them_back(
+    engine: Engine, reference: dict[str, Any], prompts: list[Prompt]
+) -> None:
+    """Real memory, held here; the bands lie where holding some of it crosses them."""
+    memory = host_memory()
+    block = memory.free // 10
+    now = memory.free / memory.total
+    step = block / memory.total
+    control = ControlSettings(
+        interval_s=0.0, memory_low=now - 1.5 * step, memory_high=now - 0.5 * step, patience=3
+    )
+    with managed(engine, control, lambda share: None) as (_, reporter):
+
+        def slots_of_reports(number: int) -> list[int]:
+            slots = []
+            for _ in range(number):
+                engine.loop.run_until_complete(reporter.report())
+                slots.append(int(engine.call("eldr_cache_stats")["slots"]))
+            return slots
+
+        some = prompts[::3]
+        assert slots_of_reports(4) == [32] * 4
+        held = [np.ones(block, dtype=np.uint8) for _ in range(2)]
+        assert slots_of_reports(3) == [29, 26, 23]
+        assert engine.answers(some, "pressed") == expected(reference, some)
+        assert slots_of_reports(8) == [20, 17, 14, 11, 8, 5, 4, 4]
+        assert engine.answers(some, "least slots") == expected(reference, some)
+        held.pop()
+        assert slots_of_reports(5) == [4] * 5  # between the bands
+        held.pop()
+        assert slots_of_reports(7) == [4, 4, 7, 7, 7, 10, 10]
+        assert engine.answers(some, "relieved") == expected(reference, some)
+        assert slots_of_reports(25)[-1] == 32
+        assert engine.answers(some, "as before") == expected(reference, some)
 
 
 def pid_of(manager: Any) -> int | None:
-    import ray
-
     try:
         return int(ray.get(manager.status.remote(), timeout=5)["pid"])
     except ray.exceptions.RayError:
