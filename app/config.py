@@ -270,7 +270,7 @@ class RouterConfig(_Section):
 
     lambda_: float | None = Field(default=None, ge=0, alias="lambda")
     """Weight of load against similarity, no unit; 0: similarity only; None: 0.5 in `soft`, 0.4 in
-    `live`, 0.1 there with an expert cache (0.2 if resident_weight is 0)."""
+    `live`, 0.12 there with an expert cache (0.2 if resident_weight is 0)."""
 
     max_load: float | None = Field(default=None, ge=1)
     """Most load of a replica in policy `live`, as a multiple of the mean; None: 1.5, which costs no
@@ -278,7 +278,7 @@ class RouterConfig(_Section):
 
     resident_weight: float | None = Field(default=None, ge=0)
     """What policy `live` adds, in cosine, for a replica whose expert cache holds all experts of the
-    prompt; 0: caches do not count; None: 1 with an expert cache, 0 without."""
+    prompt; 0: caches do not count; None: 1.3 with an expert cache, 0 without."""
 
     seed: int = Field(default=0, ge=0)
     """Seed of random choices and tie-breaks; fixed so that a run can be repeated."""

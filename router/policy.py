@@ -138,7 +138,7 @@ class Band:
         return Decision(least_loaded(loads_K, band), len(band))
 
 
-CACHED_LIVE = {"lambda_": 0.1, "max_load": 2.0, "resident_weight": 1.0}
+CACHED_LIVE = {"lambda_": 0.12, "max_load": 2.0, "resident_weight": 1.3}
 """What `live` takes where decode replicas load experts: loads are most of a step there, and fuller,
 purer batches save more of them than they cost."""
 BLIND_LIVE = {"lambda_": 0.2, "max_load": 2.0, "resident_weight": 0.0}

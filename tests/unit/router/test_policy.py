@@ -205,11 +205,11 @@ class TestLive:
 
         plain = make_policy("live")
         assert (plain.lambda_, plain.max_load, plain.resident_weight) == (0.4, 1.5, 0.0)
-        assert made() == (0.1, 2.0, 1.0)
-        assert made(lambda_=0.7) == (0.7, 2.0, 1.0)
-        assert made(max_load=1.2) == (0.1, 1.2, 1.0)
+        assert made() == (0.12, 2.0, 1.3)
+        assert made(lambda_=0.7) == (0.7, 2.0, 1.3)
+        assert made(max_load=1.2) == (0.12, 1.2, 1.3)
         assert made(resident_weight=0.0) == (0.2, 2.0, 0.0)  # nothing else holds load together
-        assert made(resident_weight=0.5) == (0.1, 2.0, 0.5)
+        assert made(resident_weight=0.5) == (0.12, 2.0, 0.5)
 
     @pytest.mark.parametrize("weight", [-0.1, NAN, float("inf")])
     def test_refuses_a_weight_of_caches_that_is_none(self, weight):
