@@ -20,7 +20,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -47,6 +47,7 @@ from calibration.artifact import Artifact
 from calibration.capture import Prompt, read_prompts, sample
 from deployments.clients import split_handoff
 from deployments.engine import Phase, resolve_device
+from deployments.replica import HEARTBEAT_INTERVAL_S
 from deployments.vllm_adapter.capture import decode_counts
 from router.core import RoutingCore
 from router.policy import make_policy
@@ -397,11 +398,15 @@ class Served:
         score = str(DEFAULT_SCORE) if policy == "learned" else None
         await self._each("eldr_cache_configure", {"policy": policy, "score_file": score})
         before = await self._each("eldr_cache_stats")
+        reports = asyncio.create_task(self._report_residents(core))
         tokens = sum(
             await asyncio.gather(
                 *(self._serve(core, p, f"{tag} {i}") for i, p in enumerate(prompts))
             )
         )
+        reports.cancel()
+        with suppress(asyncio.CancelledError):
+            await reports  # raises what had ended it before
         after = await self._each("eldr_cache_stats")
         used = {
             key: sum(b[key] - a[key] for a, b in zip(before, after, strict=True))
@@ -421,6 +426,18 @@ class Served:
                 raise ValueError(result["error"])
             results.append(result)
         return results
+
+    async def _report_residents(self, core: RoutingCore) -> None:
+        """Tell the core what the caches hold, as often as heartbeats do."""
+        num_experts = self._artifact.num_experts
+        while True:
+            stats = await self._each("eldr_cache_stats")
+            for replica_id, of_replica in zip(self._decode, stats, strict=True):
+                bits = np.frombuffer(of_replica["resident"], dtype=np.uint8)
+                bits_LB = bits.reshape(self._artifact.num_layers, -1)
+                resident_LE = np.unpackbits(bits_LB, axis=1, count=num_experts)
+                core.report_resident(replica_id, resident_LE.astype(np.bool_))
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _serve(self, core: RoutingCore, prompt: Prompt, request_id: str) -> int:
         """One request: prefill, choose, decode. Returns the tokens decoded after the first."""
