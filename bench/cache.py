@@ -429,14 +429,11 @@ class Served:
 
     async def _report_residents(self, core: RoutingCore) -> None:
         """Tell the core what the caches hold, as often as heartbeats do."""
-        num_experts = self._artifact.num_experts
         while True:
             stats = await self._each("eldr_cache_stats")
             for replica_id, of_replica in zip(self._decode, stats, strict=True):
-                bits = np.frombuffer(of_replica["resident"], dtype=np.uint8)
-                bits_LB = bits.reshape(self._artifact.num_layers, -1)
-                resident_LE = np.unpackbits(bits_LB, axis=1, count=num_experts)
-                core.report_resident(replica_id, resident_LE.astype(np.bool_))
+                held_LE = self._artifact.unpack_experts(of_replica["resident"])
+                core.report_resident(replica_id, held_LE)
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _serve(self, core: RoutingCore, prompt: Prompt, request_id: str) -> int:

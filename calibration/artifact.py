@@ -171,6 +171,21 @@ class Artifact:
             values[name] = arrays[name]
         return cls(**values)
 
+    def unpack_experts(self, bits: bytes) -> NDArray[np.bool_]:
+        """A set of experts of each layer, bool (L, E), from bits; each layer has whole bytes.
+
+        Raises:
+            ValueError: the bits are of another model.
+        """
+        bits_N = np.frombuffer(bits, dtype=np.uint8)
+        if bits_N.size != self.num_layers * -(-self.num_experts // 8):
+            raise ValueError(
+                f"{bits_N.size} bytes are no experts of {self.num_layers} layers of "
+                f"{self.num_experts}: another model than the artifact's"
+            )
+        bits_LB = bits_N.reshape(self.num_layers, -1)
+        return np.unpackbits(bits_LB, axis=1, count=self.num_experts).astype(np.bool_)
+
     def verify_model(
         self, fingerprint: str, model_id: str, num_layers: int, num_experts: int, top_k: int
     ) -> None:

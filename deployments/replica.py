@@ -167,9 +167,7 @@ def home_overlap(
     cluster = nearest_cluster(artifact, centroid, home)
     rate_KLE = artifact.cluster_activation_KLE
     rate_LE = rate_KLE.mean(axis=0) if cluster is None else rate_KLE[cluster]
-    bits_LN = np.frombuffer(resident, dtype=np.uint8).reshape(artifact.num_layers, -1)
-    resident_LE = np.unpackbits(bits_LN, axis=1, count=artifact.num_experts).astype(np.bool_)
-    return resident_share(rate_LE, resident_LE)
+    return resident_share(rate_LE, artifact.unpack_experts(resident))
 
 
 def of_all_ranks(residents: Sequence[bytes]) -> bytes:

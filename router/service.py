@@ -176,24 +176,16 @@ class RouterService:
 
     def _take_resident(self, replica_id: str, resident: bytes) -> None:
         artifact = self.core.artifact
-        if artifact is None:
+        if artifact is None or not self.core.policy.resident_weight:
             return
-        bits = np.frombuffer(resident, dtype=np.uint8)
-        if bits.size != artifact.num_layers * -(-artifact.num_experts // 8):
+        try:
+            resident_LE = artifact.unpack_experts(resident)
+        except ValueError as err:
             if replica_id not in self._misfits:
                 self._misfits.add(replica_id)
-                logger.warning(
-                    "%s: its cache is of another model than the artifact, and does not count: %d "
-                    "bytes for %d layers of %d experts",
-                    replica_id,
-                    bits.size,
-                    artifact.num_layers,
-                    artifact.num_experts,
-                )
+                logger.warning("%s: its cache does not count: %s", replica_id, err)
             return
-        bits_LB = bits.reshape(artifact.num_layers, -1)
-        resident_LE = np.unpackbits(bits_LB, axis=1, count=artifact.num_experts)
-        self.core.report_resident(replica_id, resident_LE.astype(np.bool_))
+        self.core.report_resident(replica_id, resident_LE)
 
     def restore_home(self, replica_id: str, home: bytes) -> bool:
         """A replica gives back the centroid it kept over a restart of the router.

@@ -545,4 +545,4 @@ def test_what_caches_hold_comes_with_heartbeats(
     assert router.select("r2", counts, 40, None)["replica_id"] == "a"
     for _ in range(2):
         beat("b", b"another model")
-    assert caplog.text.count("b: its cache is of another model than the artifact") == 1
+    assert caplog.text.count("b: its cache does not count: 13 bytes are no experts of") == 1
