@@ -81,11 +81,11 @@ class SignatureTransform:
         """D, the length of a signature."""
         return self._idf_SE.size
 
-    def __call__(self, counts_LE: CountArray) -> Float32Array:
+    def __call__(self, counts_LE: CountArray | Float32Array) -> Float32Array:
         """Signature of one request.
 
         Args:
-            counts_LE: prompt tokens per layer and expert; integers >= 0, shape (L, E).
+            counts_LE: prompt tokens per layer and expert; whole numbers >= 0, shape (L, E).
 
         Returns:
             float32, shape (D,), non-negative, of norm 1; all zeros if nothing is left of the counts

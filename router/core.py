@@ -10,9 +10,10 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.linalg.blas import saxpy, sscal
 
 from calibration.artifact import Artifact
 from calibration.signature import Float32Array
@@ -29,13 +30,17 @@ from router.types import (
 )
 
 NO_CENTROID = -1
+SMALL_POOL = 2**18
+"""Numbers in the centroids of a pool below which a core's cache holds them, so that a product with
+each signature of a batch by itself costs less than one with all of them."""
+EXACT_IN_FLOAT32 = 2**24
+"""Whole numbers below are exact in float32, and so are sums of them that stay below."""
 BATCH_PRIOR = 8.0
 """Requests that a replica's centroid counts for in the mean signature of what runs there; with
 fewer, homes of a nearly idle pool wander with every request."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(NamedTuple):
     """One request of `RoutingCore.select_many`; fields as the arguments of `select`."""
 
     request_id: str
@@ -276,8 +281,8 @@ class RoutingCore:
     ) -> list[Selection | NoReplica]:
         """Choose and reserve for a batch, one after the other, in order.
 
-        Each choice sees the reservations of those before it. Scores are computed for all of them at
-        once: with many replicas the time goes into reading the centroids, which a batch reads once.
+        Each choice sees the reservations of those before it. In a large pool scores are computed
+        for all of them at once: the time goes into reading the centroids, which a batch reads once.
         They may differ from those of `select` in the last bit.
 
         Args:
@@ -287,6 +292,8 @@ class RoutingCore:
         Returns:
             What `select` returns or raises, for each request.
         """
+        if len(self._ids) * self._centroids_CD.shape[1] <= SMALL_POOL:
+            return [self._select_or_refuse(request, now) for request in requests]
         allowed: list[IntArray | NoReplica | None] = []
         signatures: dict[int, Float32Array] = {}  # by position in the batch
         reasons: dict[int, FallbackReason | None] = {}
@@ -339,6 +346,13 @@ class RoutingCore:
             loads_K[k] += 1
             answers.append(selection)
         return answers
+
+    def _select_or_refuse(self, request: RouteRequest, now: float) -> Selection | NoReplica:
+        request_id, counts_LE, prompt_tokens, domain, exclude = request
+        try:
+            return self.select(request_id, counts_LE, prompt_tokens, domain, now, exclude)
+        except NoReplica as err:
+            return err
 
     def _give_up(self, request_id: str) -> bool:
         """End the reservation that a retried request still holds; whether it held one."""
@@ -627,9 +641,10 @@ class RoutingCore:
             return None, FallbackReason.NO_ARTIFACT
         if counts_LE is None:
             return None, FallbackReason.NO_SIGNATURE
-        if not is_conserved(counts_LE, prompt_tokens, artifact):
+        exact_LE = conserved(counts_LE, prompt_tokens, artifact)
+        if exact_LE is None:
             return None, FallbackReason.BAD_SIGNATURE
-        signature_D = artifact.transform(counts_LE)
+        signature_D = artifact.transform(exact_LE)
         if signature_D.max() == 0:
             return None, FallbackReason.ZERO_SIGNATURE
         self._reservoir.offer(signature_D, now)
@@ -686,9 +701,8 @@ class RoutingCore:
             self._has_running_K[k] = True
             return 1.0
         rate = 1.0 / (BATCH_PRIOR + self.ledger.load(self._ids[k]))
-        change_D = signature_D - running_D
-        change_D *= np.float32(rate)
-        running_D += change_D
+        sscal(1.0 - rate, running_D)  # in place, a quarter of the time of three array operations
+        saxpy(signature_D, running_D, a=rate)
         return rate
 
     def _note_running(self, scores_K: Float32Array) -> None:
@@ -716,22 +730,29 @@ class RoutingCore:
         self._similarity_since_mark += best
 
 
-def is_conserved(counts_LE: CountArray, prompt_tokens: int | None, artifact: Artifact) -> bool:
-    """Whether every layer accounts for every prompt token: sum over E = prompt_tokens * top_k.
+def conserved(
+    counts_LE: CountArray, prompt_tokens: int | None, artifact: Artifact
+) -> Float32Array | None:
+    """The counts as float32 if every layer accounts for every prompt token, else None.
 
-    Counts of another shape, of a type other than integer, or below zero are not conserved. With
-    prompt_tokens None, the layers must agree on a sum that is a multiple of top_k.
+    That is, sum over E = prompt_tokens * top_k. Counts of another shape, of a type other than
+    integer, or below zero are not conserved. With prompt_tokens None, the layers must agree on a
+    sum that is a multiple of top_k.
     """
     if counts_LE.dtype.kind not in "ui":
-        return False
+        return None
     if counts_LE.shape != (artifact.num_layers, artifact.num_experts):
-        return False
+        return None
     if counts_LE.dtype.kind == "i" and counts_LE.min() < 0:
-        return False
-    sums_L = np.add.reduce(counts_LE, axis=1, dtype=np.int64)
-    if prompt_tokens is None:
-        return bool((sums_L == sums_L[0]).all() and sums_L[0] % artifact.top_k == 0)
-    return bool((sums_L == prompt_tokens * artifact.top_k).all())
+        return None
+    as_float_LE: Float32Array = counts_LE.astype(np.float32)
+    sums: list[float] = (as_float_LE @ np.ones(artifact.num_experts, np.float32)).tolist()
+    expected = sums[0] if prompt_tokens is None else prompt_tokens * artifact.top_k
+    if expected >= EXACT_IN_FLOAT32:
+        sums = np.add.reduce(counts_LE, axis=1, dtype=np.int64).tolist()
+        expected = sums[0] if prompt_tokens is None else expected
+    is_conserved = expected % artifact.top_k == 0 and sums.count(expected) == len(sums)
+    return as_float_LE if is_conserved else None
 
 
 def assign_centroids(

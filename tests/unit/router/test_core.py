@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from router import core as core_module
 from router.core import RouteRequest, RoutingCore
 from router.policy import Band, Live, Soft, make_policy
 from router.types import FallbackReason, NoReplica
@@ -335,7 +336,8 @@ class TestFollowingTheBatch:
         again = select(core, "b", build_domain_request(2), exclude=["d0", "d1", "d3"])
         assert again.similarity is not None
 
-    def test_a_batch_is_placed_as_if_one_by_one(self):
+    def test_a_batch_of_a_large_pool_is_placed_as_if_one_by_one(self, monkeypatch):
+        monkeypatch.setattr(core_module, "SMALL_POOL", 0)
         one, many = self.live_core(), self.live_core()
         requests = [RouteRequest(f"r{i}", build_domain_request(i % 3), TOKENS) for i in range(24)]
         singles = [
@@ -382,6 +384,21 @@ class TestFollowingTheBatch:
         assert select(core, "t", build_domain_request(1)).replica_id == "d1"
 
 
+class TestConservation:
+    """Counts are checked in float32 where that is exact, and in integers above."""
+
+    @pytest.mark.parametrize("tokens", [2**23 - 1, 2**23, 2**23 + 1])
+    def test_one_choice_too_many_is_seen_at_any_length(self, tokens):
+        artifact = build_artifact(4)
+        counts = np.zeros((artifact.num_layers, artifact.num_experts), dtype=np.uint32)
+        counts[:, 0], counts[:, 1] = tokens * artifact.top_k - 3, 3
+        assert core_module.conserved(counts, tokens, artifact) is not None
+        assert core_module.conserved(counts, None, artifact) is not None
+        counts[-1, 1] += 1
+        assert core_module.conserved(counts, tokens, artifact) is None
+        assert core_module.conserved(counts, None, artifact) is None
+
+
 class TestResidentExperts:
     """What caches hold counts beside the cosine, for a policy that says so."""
 
@@ -423,7 +440,8 @@ class TestResidentExperts:
         core.report_resident("d2", self.held(counts))
         assert core._held(counts[None])[0].tolist() == pytest.approx([1.0, 0.0, 1.0, 2 / 3])
 
-    def test_batches_choose_as_single_requests_do(self):
+    def test_batches_of_a_large_pool_choose_as_single_requests_do(self, monkeypatch):
+        monkeypatch.setattr(core_module, "SMALL_POOL", 0)
         requests = [RouteRequest(f"r{i}", build_domain_request(i % 4), TOKENS) for i in range(12)]
         alone, many = self.core(1.0), self.core(1.0)
         for core in (alone, many):

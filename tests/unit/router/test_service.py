@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from calibration.fit import fit
+from router import core
 from router.refit import RefitResult, RefitSettings, run_refit
 from router.service import HEARTBEAT_TIMEOUT_S, RouterService, RouterSettings
 from tests.builders import build_artifact, build_capture, build_counts, build_domain_request
@@ -417,7 +418,11 @@ def test_other_settings_keep_refitted_homes(clock: Clock, artifact: Path) -> Non
 
 
 @pytest.mark.parametrize("policy", ["live", "soft", "band", "p2c"])
-def test_select_many_is_select_one_by_one(clock: Clock, artifact: Path, policy: str) -> None:
+@pytest.mark.parametrize("small_pool", [0, core.SMALL_POOL])
+def test_select_many_is_select_one_by_one(
+    clock: Clock, artifact: Path, policy: str, small_pool: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "SMALL_POOL", small_pool)
     wires = []
     for i in range(40):
         counts = build_counts([i % 5, 7], [40, 1], num_experts=32, seed=i)[0].astype("<u2")
