@@ -214,10 +214,9 @@ class History:
         self._before_NLE[requests] = self._now_NLE[requests]
         self._now_NLE[requests, self.reach : self.reach + self.num_layers] = demand_NLE
 
-    def own(self, request: int, layer: int) -> Floats:
-        """Root counts of a layer; (H, E)."""
-        own_HE: Floats = np.sqrt(self._counts_NLHE[request, layer])
-        return own_HE
+    def own(self, request: int, layer: int, out_HE: Floats) -> None:
+        """Write a layer's root counts; (H, E)."""
+        np.sqrt(self._counts_NLHE[request, layer], out=out_HE)
 
     def window(self, request: int, layer: int) -> BoolArray:
         """Last choices of the layers around, when layers are observed in turn; (W * E,)."""
@@ -276,13 +275,26 @@ class Learned:
         self._history = History(
             num_requests, num_layers, num_experts, table.half_lives, table.reach
         )
-        self._own_LHE, self._bias_LE = table.own_LHE, table.bias_LE
-        self._window_LXE = table.window_LWEE.reshape(num_layers, -1, num_experts)
+        window_LXE = table.window_LWEE.reshape(num_layers, -1, num_experts)
+        # Kept in bytes, in steps of an expert's own size: to read the picked rows takes most of
+        # the time, and a step of a large model reads a hundred kilobytes of them in float32.
+        peak_L1E = np.abs(window_LXE).max(axis=1, keepdims=True)
+        step_L1E = np.where(peak_L1E > 0, peak_L1E / 127, 1).astype(np.float32)
+        self._window_LXE = np.rint(window_LXE / step_L1E).astype(np.int8)
+        self._step_LE = step_L1E[:, 0]
+        self._own_LHE = table.own_LHE / step_L1E
+        self._bias_LE = table.bias_LE / self._step_LE
         self._num_layers = num_layers
-        self._all_LE = self._window_LXE.sum(axis=1)
-        # To pick rows into one buffer and to add them up by BLAS halves the time of their sum.
-        self._picked_XE = np.empty(self._window_LXE.shape[1:], dtype=np.float32)
-        self._ones_X = np.ones(len(self._picked_XE), dtype=np.float32)
+        # A layer's score is one product: root counts times their weights lie above the rows that
+        # the window picks, and are added to the bias. Where most of the window is chosen, what is
+        # missing is taken off the bias plus the sum of all.
+        num_own = len(table.half_lives)
+        self._picked_XE = np.empty(self._window_LXE.shape[1:], dtype=np.int8)
+        self._terms_XE = np.empty((num_own + len(self._picked_XE), num_experts), dtype=np.float32)
+        self._own_terms_HE = self._terms_XE[:num_own]
+        self._signs_X = np.ones(len(self._terms_XE), dtype=np.float32)
+        self._signs_of_most_X = np.append(self._signs_X[:num_own], -self._signs_X[num_own:])
+        self._bias_of_most_LE = self._bias_LE + self._window_LXE.sum(axis=1, dtype=np.float32)
 
     def observe(self, rows: slice, demand_RE: BoolArray) -> None:
         """See `Retention.observe`."""
@@ -292,23 +304,22 @@ class Learned:
         """See `Retention.scores`."""
         if rows.stop - rows.start == 1 and self._num_layers > 1:
             request, layer = divmod(rows.start, self._num_layers)
-            own_HE = self._history.own(request, layer)
-            own_HE *= self._own_LHE[layer]
-            scores_E: FloatArray = np.add.reduce(own_HE)
+            self._history.own(request, layer, self._own_terms_HE)
+            np.multiply(self._own_terms_HE, self._own_LHE[layer], out=self._own_terms_HE)
             around_X = self._history.window(request, layer)
-            # Of a large batch's choices the few that are missing are taken off the sum of all.
-            is_most = 2 * np.count_nonzero(around_X) > len(around_X)
-            rows_P = (~around_X if is_most else around_X).nonzero()[0]
+            signs_X, bias_LE = self._signs_X, self._bias_LE
+            if 2 * np.count_nonzero(around_X) > len(around_X):
+                around_X = ~around_X
+                signs_X, bias_LE = self._signs_of_most_X, self._bias_of_most_LE
+            rows_P = around_X.nonzero()[0]
+            end = len(self._own_terms_HE) + len(rows_P)
             picked_PE = self._picked_XE[: len(rows_P)]
             # Without a mode that cannot fail, take works on a copy of `out`.
             self._window_LXE[layer].take(rows_P, axis=0, out=picked_PE, mode="clip")
-            sum_E = self._ones_X[: len(rows_P)] @ picked_PE
-            if is_most:
-                scores_E += self._all_LE[layer]
-                scores_E -= sum_E
-            else:
-                scores_E += sum_E
-            scores_E += self._bias_LE[layer]
+            self._terms_XE[len(self._own_terms_HE) : end] = picked_PE
+            scores_E: FloatArray = np.dot(signs_X[:end], self._terms_XE[:end])
+            scores_E += bias_LE[layer]
+            scores_E *= self._step_LE[layer]
             return scores_E[None]
         num_requests = (rows.stop - rows.start) // self._num_layers
         scores_NLE = np.empty(
@@ -317,8 +328,10 @@ class Learned:
         for layer in range(self._num_layers):
             own_NHE, window_NX = self._history.features(rows, layer)
             scores_NLE[:, layer] = np.einsum("nhe,he->ne", own_NHE, self._own_LHE[layer])
-            scores_NLE[:, layer] += window_NX.astype(np.float32) @ self._window_LXE[layer]
+            window_XE = self._window_LXE[layer].astype(np.float32)
+            scores_NLE[:, layer] += window_NX.astype(np.float32) @ window_XE
         scores_NLE += self._bias_LE
+        scores_NLE *= self._step_LE
         return scores_NLE.reshape(-1, self._bias_LE.shape[1])
 
     def reset(self, rows: slice) -> None:

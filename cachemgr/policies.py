@@ -51,18 +51,18 @@ class Retention(Protocol):
 
 
 class LRU:
-    """Least recently used: the score is the step of the last use."""
+    """Least recently used: the score is the time of the last use, in calls of `observe`."""
 
     name = "lru"
 
     def __init__(self, num_rows: int, num_experts: int) -> None:
         self._last_RE = np.zeros((num_rows, num_experts))
-        self._now_R = np.zeros((num_rows, 1))
+        self._now = 0
 
     def observe(self, rows: slice, demand_RE: BoolArray) -> None:
         """See `Retention.observe`."""
-        self._now_R[rows] += 1
-        np.copyto(self._last_RE[rows], self._now_R[rows], where=demand_RE)
+        self._now += 1
+        np.putmask(self._last_RE[rows], demand_RE, self._now)
 
     def scores(self, rows: slice) -> FloatArray:
         """See `Retention.scores`."""
@@ -71,7 +71,6 @@ class LRU:
     def reset(self, rows: slice) -> None:
         """See `Retention.reset`."""
         self._last_RE[rows] = 0
-        self._now_R[rows] = 0
 
 
 class LRFU:
@@ -508,7 +507,7 @@ class ExpertCache:
         rows = self._layers[layer]
         resident_E = self.resident_LE[layer]
         self.retention.observe(rows, (demand_E if chosen_E is None else chosen_E)[None])
-        missing = (demand_E & ~resident_E).nonzero()[0]
+        missing = (demand_E > resident_E).nonzero()[0]
         num_asked, num_missing = int(np.count_nonzero(demand_E)), len(missing)
         ledger = self.ledger
         ledger.accesses[layer] += num_asked
@@ -524,7 +523,7 @@ class ExpertCache:
             scores_E = self.retention.scores(rows)[0]
         if num_asked > self.capacity:
             return self._passes(layer, demand_E, scores_E)
-        others = (resident_E & ~demand_E).nonzero()[0]
+        others = (resident_E > demand_E).nonzero()[0]
         left = others[scores_E[others].argsort(kind="stable")[:excess]]
         return StepPlan((Pass(self._move(layer, missing, left)),))
 
@@ -616,4 +615,5 @@ class ExpertCache:
         resident_E[entered] = True
         self._num_held[layer] += num_empty
         self.ledger.evictions[layer] += len(left)
-        return tuple(map(Load, entered.tolist(), slots.tolist(), evicted.tolist()))
+        moves = zip(entered.tolist(), slots.tolist(), evicted.tolist(), strict=True)
+        return tuple(map(Load._make, moves))

@@ -7,7 +7,7 @@ runtime, or a layer of one of many requests that a replay steps together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,8 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.floating[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One expert to copy into a slot.
+class Load(NamedTuple):
+    """One expert to copy into a slot; a tuple, as a step may make dozens.
 
     Attributes:
         expert: logical id, in [0, E).
