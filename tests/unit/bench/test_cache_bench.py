@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.cache import POLICIES, loads_report, overhead_report, policy_us
+from bench.cache import ALIKE, POLICIES, UNLIKE, loads_report, overhead_report, policy_us
 
 
 def test_overhead_is_taken_round_by_round() -> None:
@@ -37,6 +37,6 @@ def test_loads_are_medians_of_runs() -> None:
 
 
 def test_decisions_are_timed_for_every_policy() -> None:
-    times = policy_us(seed=0, steps=5)
-    assert set(times) == set(POLICIES)
-    assert all(us > 0 for us in times.values())
+    fit, split = (policy_us(seed=0, spread=spread, steps=8) for spread in (ALIKE, UNLIKE))
+    assert set(fit) == set(split) == set(POLICIES)
+    assert all(0 < fit[policy] < split[policy] for policy in POLICIES)
