@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from calibration.parallel import add_jobs
+
 if TYPE_CHECKING:
     from cachemgr.learned import ScoreTable
     from calibration.traces import RoutingTrace
@@ -144,6 +146,7 @@ def _add_replay(commands: Any) -> None:
         type=float,
         help="what resident experts add in live; 0: caches do not count (default: as in serving)",
     )
+    add_jobs(joint)
     replay.set_defaults(func=_replay)
 
 
@@ -270,6 +273,7 @@ def _joint(args: argparse.Namespace) -> int:
                 args.lambda_,
                 _score(args, trace),
                 tell=lambda text: advance(1),
+                jobs=args.jobs,
             )
         if args.json:
             print(json.dumps({names[0]: figures}))
@@ -282,7 +286,7 @@ def _joint(args: argparse.Namespace) -> int:
             print(table(priced_rows(figures, capacity, routing[0])))
         return 0
     with _Bars() as bars:
-        advance = bars.start("routing x caching", num_runs(settings, capacities, names))
+        advance = bars.start("routing x caching", num_runs(settings, capacities))
         matrix = joint(
             trace,
             settings,
@@ -291,6 +295,7 @@ def _joint(args: argparse.Namespace) -> int:
             args.lambda_,
             _score(args, trace),
             tell=lambda text: advance(1),
+            jobs=args.jobs,
         )
     if args.json:
         cells = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,10 @@ from cachemgr.learned import ScoreTable
 from cachemgr.policies import Retention, RowCaches, check_capacity, make_retention
 from cachemgr.replay import run
 from cachemgr.types import BoolArray
+from calibration.artifact import Artifact
+from calibration.parallel import choose_jobs, run_parallel
 from calibration.replay import Workload
-from calibration.replay_report import Settings, run_one
+from calibration.replay_report import Settings, expected_s, fit_seeds, run_one
 from calibration.traces import RoutingTrace
 from router.policy import make_policy
 
@@ -150,6 +153,12 @@ class Cell:
     passes: list[float]
     pressure: list[float]
 
+    def extend(self, other: Cell) -> None:
+        """Append the values of other seeds."""
+        self.loads_per_token.extend(other.loads_per_token)
+        self.passes.extend(other.passes)
+        self.pressure.extend(other.pressure)
+
 
 Matrix = dict[str, dict[str, dict[int, Cell]]]
 """Cache policy to routing policy to capacity."""
@@ -163,6 +172,7 @@ def joint(
     lambda_: float = 0.03,
     table: ScoreTable | None = None,
     tell: Callable[[str], object] = lambda text: None,
+    jobs: int | None = 1,
 ) -> Matrix:
     """Route requests by every routing policy, and replay caches on what the replicas execute.
 
@@ -176,7 +186,8 @@ def joint(
         policies: cache policies, of `POLICIES`; `min` is the `union` bound.
         lambda_: of lrfu.
         table: of learned.
-        tell: told before each run, once for routing and once a cell.
+        tell: told after each run of `num_runs`.
+        jobs: processes; None: as many as pay.
 
     Raises:
         ValueError: unknown cache policy, learned without its score, or capacity out of range.
@@ -196,28 +207,52 @@ def joint(
         for name in policies
     }
 
-    def lrfu() -> Retention:
-        return make_retention("lrfu", trace.num_layers, trace.num_experts, lambda_=lambda_)
+    runs = num_runs(settings, capacities)
+    jobs = choose_jobs(jobs, runs, expected_s(settings, runs))
+    calls = [
+        (workload, artifact, settings, routing, seed, group, policies, lambda_, table)
+        for seed, workload, artifact in fit_seeds(trace, settings, jobs)
+        for routing in settings.policies
+        for group in _groups(settings, routing, capacities)
+    ]
 
-    for seed in settings.seeds:
-        workload = Workload.split(trace, settings.prefix_tokens, seed, settings.min_tokens)
-        artifact = workload.fit(settings.num_replicas, seed, settings.layers)
-        for routing in settings.policies:
-            for group in _groups(settings, routing, capacities):
-                tell(f"seed {seed}, {routing}")
-                caches = None
-                if asks_residents(settings, routing):
-                    caches = ReplicaCaches(trace.num_layers, trace.num_experts, group[0], lrfu)
-                recorder = UnionRecorder(caches)
-                residents = None if caches is None else caches.resident
-                run_one(workload, artifact, settings, routing, seed, recorder, residents)
-                demands = recorder.demands()
-                for name in policies:
-                    for capacity in group:
-                        tell(f"seed {seed}, {routing}, {name} {capacity}")
-                        cell = matrix[name][routing][capacity]
-                        fill(cell, demands, recorder.num_tokens, name, capacity, lambda_, table)
+    def on_done(number: int) -> None:
+        _, _, _, routing, seed, group, *_ = calls[number]
+        tell(f"seed {seed}, {routing}, {', '.join(map(str, group))} slots")
+
+    for call, row in zip(calls, run_parallel(_row, calls, jobs, on_done), strict=True):
+        for name, cells in row.items():
+            for capacity, cell in cells.items():
+                matrix[name][call[3]][capacity].extend(cell)
     return matrix
+
+
+def _row(
+    workload: Workload,
+    artifact: Artifact,
+    settings: Settings,
+    routing: str,
+    seed: int,
+    group: Sequence[int],
+    policies: Sequence[str],
+    lambda_: float,
+    table: ScoreTable | None,
+) -> dict[str, dict[int, Cell]]:
+    """One replay of a routing policy, and caches of a group of capacities on its steps."""
+    trace = workload.trace
+    caches = None
+    if asks_residents(settings, routing):
+        lrfu = partial(make_retention, "lrfu", trace.num_layers, trace.num_experts, lambda_=lambda_)
+        caches = ReplicaCaches(trace.num_layers, trace.num_experts, group[0], lrfu)
+    recorder = UnionRecorder(caches)
+    residents = None if caches is None else caches.resident
+    run_one(workload, artifact, settings, routing, seed, recorder, residents)
+    demands = recorder.demands()
+    row = {name: {capacity: Cell([], [], []) for capacity in group} for name in policies}
+    for name, cells in row.items():
+        for capacity, cell in cells.items():
+            fill(cell, demands, recorder.num_tokens, name, capacity, lambda_, table)
+    return row
 
 
 def asks_residents(settings: Settings, routing: str) -> bool:
@@ -230,11 +265,10 @@ def asks_residents(settings: Settings, routing: str) -> bool:
     return policy.resident_weight > 0
 
 
-def num_runs(settings: Settings, capacities: Sequence[int], policies: Sequence[str]) -> int:
-    """How often `joint` calls `tell`."""
+def num_runs(settings: Settings, capacities: Sequence[int]) -> int:
+    """Runs of `joint`; each serves a group of capacities, with all cache policies."""
     groups = sum(len(_groups(settings, routing, capacities)) for routing in settings.policies)
-    cells = len(settings.policies) * len(policies) * len(capacities)
-    return len(settings.seeds) * (groups + cells)
+    return len(settings.seeds) * groups
 
 
 def _groups(settings: Settings, routing: str, capacities: Sequence[int]) -> list[list[int]]:
@@ -284,6 +318,7 @@ def priced(
     lambda_: float = 0.03,
     table: ScoreTable | None = None,
     tell: Callable[[str], object] = lambda text: None,
+    jobs: int | None = 1,
 ) -> Priced:
     """Replay routing and caches together: a step takes the time of its loads too.
 
@@ -297,7 +332,8 @@ def priced(
         policy: cache policy; `min` is none, as it needs to know what comes.
         lambda_: of lrfu.
         table: of learned.
-        tell: told before each run.
+        tell: told after each run.
+        jobs: processes; None: as many as pay.
 
     Raises:
         ValueError: unknown cache policy, learned without its score, or capacity out of range.
@@ -305,31 +341,49 @@ def priced(
     for capacity in capacities:
         check_capacity(capacity, trace.num_experts, trace.top_k)
 
-    def retention() -> Retention:
-        return make_retention(
-            policy, trace.num_layers, trace.num_experts, lambda_=lambda_, table=table
-        )
-
+    retention = partial(
+        make_retention, policy, trace.num_layers, trace.num_experts, lambda_=lambda_, table=table
+    )
     retention()  # raises before the work begins
+    num_runs = len(settings.seeds) * len(settings.policies) * len(capacities)
+    jobs = choose_jobs(jobs, num_runs, expected_s(settings, num_runs))
+    calls = [
+        (workload, artifact, settings, routing, seed, capacity, retention)
+        for seed, workload, artifact in fit_seeds(trace, settings, jobs)
+        for routing in settings.policies
+        for capacity in capacities
+    ]
+
+    def on_done(number: int) -> None:
+        _, _, _, routing, seed, capacity, _ = calls[number]
+        tell(f"seed {seed}, {routing}, {policy} {capacity}")
+
     figures: Priced = {
         routing: {capacity: {name: [] for name in PRICED} for capacity in capacities}
         for routing in settings.policies
     }
-    for seed in settings.seeds:
-        workload = Workload.split(trace, settings.prefix_tokens, seed, settings.min_tokens)
-        artifact = workload.fit(settings.num_replicas, seed, settings.layers)
-        for routing in settings.policies:
-            for capacity in capacities:
-                tell(f"seed {seed}, {routing}, {policy} {capacity}")
-                caches = ReplicaCaches(trace.num_layers, trace.num_experts, capacity, retention)
-                result = run_one(
-                    workload, artifact, settings, routing, seed, caches, caches.resident
-                )
-                values = result.figures()
-                values["loads_per_token"] *= trace.num_layers  # was a mean over layers
-                for name in PRICED:
-                    figures[routing][capacity][name].append(values[name])
+    results = run_parallel(_priced_figures, calls, jobs, on_done)
+    for (_, _, _, routing, _, capacity, _), values in zip(calls, results, strict=True):
+        for name in PRICED:
+            figures[routing][capacity][name].append(values[name])
     return figures
+
+
+def _priced_figures(
+    workload: Workload,
+    artifact: Artifact,
+    settings: Settings,
+    routing: str,
+    seed: int,
+    capacity: int,
+    retention: Callable[[], Retention],
+) -> dict[str, float]:
+    trace = workload.trace
+    caches = ReplicaCaches(trace.num_layers, trace.num_experts, capacity, retention)
+    result = run_one(workload, artifact, settings, routing, seed, caches, caches.resident)
+    values = result.figures()
+    values["loads_per_token"] *= trace.num_layers  # was a mean over layers
+    return values
 
 
 def priced_rows(figures: Priced, capacity: int, reference: str) -> list[list[str]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -125,8 +125,6 @@ class Workload:
                 f"{len(trace)} requests that are long enough are too few to calibrate and serve: "
                 "need 4"
             )
-        order = np.random.default_rng([seed, 0]).permutation(len(trace))
-        half = len(trace) // 2
         counts_NLE: NDArray[np.int64] = np.stack(
             [
                 expert_counts(trace.tokens(r)[: prefix_N[r]], trace.num_experts)
@@ -136,11 +134,15 @@ class Workload:
         return cls(
             trace,
             prefix_N,
-            np.sort(order[:half]),
-            np.sort(order[half:]),
+            *_halves(len(trace), seed),
             counts_NLE.astype(np.uint16 if prefix_N.max() < 2**16 else np.uint32),
             expert_bits(trace.ids_TLk, trace.num_experts),
         )
+
+    def halved_by(self, seed: int) -> Workload:
+        """The same requests in other halves: what `split` gives with this seed."""
+        calibration, served = _halves(len(self.trace), seed)
+        return replace(self, calibration=calibration, served=served)
 
     def decode_counts(self, requests: IndexArray) -> NDArray[np.int64]:
         """Expert counts of what requests decode; int64 (requests, L, E)."""
@@ -172,6 +174,12 @@ class Workload:
     def fit(self, num_clusters: int, seed: int, layers: LayerChoice = "all") -> Artifact:
         """Artifact of the calibration half. See `calibration.fit.fit`."""
         return fit(self.capture(), num_clusters, seed=seed, layers=layers, show_progress=False)
+
+
+def _halves(number: int, seed: int) -> tuple[IndexArray, IndexArray]:
+    order = np.random.default_rng([seed, 0]).permutation(number)
+    half = number // 2
+    return np.sort(order[:half]), np.sort(order[half:])
 
 
 def expert_bits(ids_TLk: IdArray, num_experts: int) -> BitArray:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from calibration.parallel import add_jobs
+
 DEFAULT_PREFIX = 64
 DEFAULT_POLICIES = "jsq,rr,p2c,random,domain,band,soft,live"
 
@@ -100,6 +102,7 @@ def add_cli(subparsers: Any) -> None:
         "--policies' first policy against jsq",
     )
     parser.add_argument("--new-replicas", type=int, help="decode replicas after the change")
+    add_jobs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(func=_command)
 
@@ -115,7 +118,6 @@ def _law(text: str) -> Any:
 
 
 def _command(args: argparse.Namespace) -> int:
-    from threadpoolctl import threadpool_limits
     from tqdm import tqdm
 
     from bench.report import table
@@ -142,6 +144,8 @@ def _command(args: argparse.Namespace) -> int:
     if args.scenario is not None:
         from calibration import elasticity
 
+        if args.jobs is not None:
+            raise ValueError(f"--scenario runs in one process: leave out --jobs {args.jobs}")
         policy = "soft" if args.policies == DEFAULT_POLICIES else policies[0]
         return elasticity.command(args, trace, policy)
     prefix_tokens = args.prefix_tokens
@@ -174,9 +178,7 @@ def _command(args: argparse.Namespace) -> int:
             bar.set_postfix_str(f"{policy}, seed {seed}")
             bar.update()
 
-        # Matrices are small here: more BLAS threads only spin.
-        with threadpool_limits(1):
-            figures = replay_report.run(trace, settings, on_run)
+        figures = replay_report.run(trace, settings, on_run, args.jobs)
     report = replay_report.summary(figures, settings, args.reference)
     if args.bound:
         seeds = tqdm(settings.seeds, desc="clairvoyant", unit="seed")

@@ -13,6 +13,7 @@ from calibration.artifact import Artifact
 from calibration.clairvoyant import clairvoyant_ratio
 from calibration.clustering import BalancedSphericalKMeans
 from calibration.fit import LayerChoice
+from calibration.parallel import choose_jobs, run_parallel
 from calibration.replay import (
     Arrivals,
     BoolArray,
@@ -31,6 +32,8 @@ from router.policy import make_policy
 
 LOAD_BALANCERS = ("random", "rr", "jsq", "p2c")
 CONFIDENCE = 0.95
+SECONDS_A_REQUEST = 1e-3
+"""Rough time to replay a request of a recorded trace."""
 RATIOS = ("distinct", "tpot_p50", "tpot_p95", "tpot_p99", "tpot_mean", "max_batch", "load_skew")
 
 Figures = dict[str, dict[str, list[float]]]
@@ -85,7 +88,7 @@ def run(
     trace: RoutingTrace,
     settings: Settings,
     on_run: Callable[[str, int], object] = lambda policy, seed: None,
-    observer: Callable[[], Observer] | None = None,
+    jobs: int | None = 1,
 ) -> Figures:
     """Replay every policy with every seed.
 
@@ -93,19 +96,49 @@ def run(
         trace: recorded requests.
         settings: what to replay.
         on_run: told policy and seed after each run.
-        observer: makes the observer of a run.
+        jobs: processes; None: as many as pay.
     """
+    num_runs = len(settings.seeds) * len(settings.policies)
+    jobs = choose_jobs(jobs, num_runs, expected_s(settings, num_runs))
+    calls = [
+        (workload, artifact, settings, policy, seed)
+        for seed, workload, artifact in fit_seeds(trace, settings, jobs)
+        for policy in settings.policies
+    ]
+    rows = run_parallel(_run_figures, calls, jobs, lambda number: on_run(*calls[number][-2:]))
     figures: Figures = {policy: {} for policy in settings.policies}
-    for seed in settings.seeds:
-        workload = Workload.split(trace, settings.prefix_tokens, seed, settings.min_tokens)
-        artifact = workload.fit(settings.num_replicas, seed, settings.layers)
-        for policy in settings.policies:
-            made = None if observer is None else observer()
-            result = run_one(workload, artifact, settings, policy, seed, made)
-            for name, value in result.figures().items():
-                figures[policy].setdefault(name, []).append(value)
-            on_run(policy, seed)
+    for (*_, policy, _), row in zip(calls, rows, strict=True):
+        for name, value in row.items():
+            figures[policy].setdefault(name, []).append(value)
     return figures
+
+
+def _run_figures(
+    workload: Workload, artifact: Artifact, settings: Settings, policy: str, seed: int
+) -> dict[str, float]:
+    """Computed where the run was: a copy of its arrays has another layout, and sums other bits."""
+    return run_one(workload, artifact, settings, policy, seed).figures()
+
+
+def fit_seeds(
+    trace: RoutingTrace, settings: Settings, jobs: int
+) -> list[tuple[int, Workload, Artifact]]:
+    """Each seed with its halves of the requests, and the artifact of the first half."""
+    seeds = settings.seeds
+    split = Workload.split(trace, settings.prefix_tokens, seeds[0], settings.min_tokens)
+    workloads = [split.halved_by(seed) for seed in seeds]
+    calls = [
+        (workload, settings.num_replicas, seed, settings.layers)
+        for seed, workload in zip(seeds, workloads, strict=True)
+    ]
+    artifacts = run_parallel(Workload.fit, calls, min(jobs, len(seeds)))
+    return list(zip(seeds, workloads, artifacts, strict=True))
+
+
+def expected_s(settings: Settings, num_runs: int) -> float:
+    """Rough time of some runs, one after the other, seconds."""
+    requests = settings.num_warmup + settings.num_requests + settings.arrivals.concurrency
+    return num_runs * requests * SECONDS_A_REQUEST
 
 
 def run_one(

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from calibration.parallel import add_jobs
+
 
 def add_cli(subparsers: Any) -> None:
     """Register `simulate` among the sub-parsers of `eldr`."""
@@ -22,6 +24,7 @@ def add_cli(subparsers: Any) -> None:
         "--rates", type=_numbers, metavar="R,R", help="requests per second, instead of the file's"
     )
     parser.add_argument("--policies", metavar="P,P", help="policies, instead of the file's")
+    add_jobs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
     parser.add_argument("--laws", action="store_true", help="list the named step-time laws")
@@ -67,10 +70,10 @@ def _command(args: argparse.Namespace) -> int:
             bar.set_postfix_str(text)
             bar.update()
 
-        settings = experiment.run_all(config, on_run)
-    summary = experiment.summary(config, settings)
+        outcome = experiment.run_all(config, on_run, args.jobs)
+    summary = experiment.summary(config, outcome)
     if args.html:
-        html.write_html(args.html, summary, settings)
+        html.write_html(args.html, summary, outcome.settings)
     print(json.dumps(summary) if args.json else report.text(summary))
     if args.html and not args.json:
         print(f"\nwrote {args.html}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from calibration.parallel import choose_jobs, run_parallel
 from calibration.replay_report import LOAD_BALANCERS, interval
 from calibration.simulation import published
 from calibration.simulation.config import SimulationConfig, WorkloadSection
@@ -16,6 +18,10 @@ from calibration.simulation.laws import NamedLaw, make_law
 from calibration.simulation.routing import FittedRouter, fit_router
 from calibration.simulation.simulator import RunResult, Simulator
 from calibration.simulation.workload import Workload, make_workload
+from calibration.step_time import StepTimeLaw
+
+SECONDS_A_REQUEST = {"expected": 8e-5, "exact": 1e-2}
+"""Rough time of a run, by fidelity."""
 
 RATIOS = ("tpot_p50", "tpot_p95", "tpot_p99", "ttft_p50", "distinct")
 
@@ -63,6 +69,22 @@ class Setting:
     cells: dict[float, dict[str, Cell]]
 
 
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """All runs of a configuration.
+
+    Attributes:
+        settings: one a variant.
+        jobs: processes that shared the runs.
+        wall_s: time from the first run's start to the last one's end, with that of starting
+            processes.
+    """
+
+    settings: list[Setting]
+    jobs: int
+    wall_s: float
+
+
 def num_runs(config: SimulationConfig) -> int:
     """Runs of all variants, rates, policies and seeds."""
     return sum(
@@ -72,39 +94,90 @@ def num_runs(config: SimulationConfig) -> int:
 
 
 def run_all(
-    config: SimulationConfig, on_run: Callable[[str], object] = lambda text: None
-) -> list[Setting]:
+    config: SimulationConfig,
+    on_run: Callable[[str], object] = lambda text: None,
+    jobs: int | None = 1,
+) -> Outcome:
     """Run every variant, rate, policy and seed.
 
     Args:
         config: what to run.
-        on_run: told what is about to run; once a run.
+        on_run: told what has just run.
+        jobs: processes; None: as many as pay. Requests and routers are made here, once.
     """
+    prepared = _prepare(config)
+    calls = [
+        (variant, workload, router, law.law, policy, rate, seed)
+        for _, variant, workload, router, law in prepared
+        for rate in variant.traffic.rates
+        for policy in variant.router.policies
+        for seed in range(variant.seeds)
+    ]
+    jobs = choose_jobs(jobs, len(calls), _expected_s(config))
+
+    def on_done(number: int) -> None:
+        *_, policy, rate, seed = calls[number]
+        on_run(f"{rate:g}/s {policy} seed {seed}")
+
+    started = time.perf_counter()
+    runs = iter(run_parallel(_run, calls, jobs, on_done))
+    wall_s = time.perf_counter() - started
+    settings = []
+    for values, variant, workload, router, law in prepared:
+        cells = {
+            rate: {
+                policy: Cell(values, rate, policy, [next(runs) for _ in range(variant.seeds)])
+                for policy in variant.router.policies
+            }
+            for rate in variant.traffic.rates
+        }
+        settings.append(Setting(values, variant, workload, router, law, cells))
+    return Outcome(settings, jobs, wall_s)
+
+
+def _prepare(
+    config: SimulationConfig,
+) -> list[tuple[dict[str, Any], SimulationConfig, Workload, FittedRouter, NamedLaw]]:
+    """Each variant with its requests, router and law; what variants share is made once."""
     workloads: dict[WorkloadSection, Workload] = {}
     routers: dict[tuple[Any, ...], FittedRouter] = {}
-    settings = []
+    prepared = []
     for values, variant in config.variants():
         section = variant.workload
         workload = workloads.get(section)
         if workload is None:
             workload = workloads[section] = make_workload(section)
+            workload.derive(exact=variant.fidelity == "exact")
         wanted = (variant.decode.replicas, variant.router.signature, variant.router.clustering)
         router = routers.get((section, *wanted))
         if router is None:
             router = routers[section, *wanted] = fit_router(workload, *wanted)
-        law = make_law(variant.step_time)
-        cells: dict[float, dict[str, Cell]] = {}
-        for rate in variant.traffic.rates:
-            cells[rate] = {}
-            for policy in variant.router.policies:
-                runs = []
-                for seed in range(variant.seeds):
-                    on_run(f"{rate:g}/s {policy} seed {seed}")
-                    simulator = Simulator(variant, workload, router, law.law, policy, rate, seed)
-                    runs.append(simulator.run())
-                cells[rate][policy] = Cell(values, rate, policy, runs)
-        settings.append(Setting(values, variant, workload, router, law, cells))
-    return settings
+            router.derive()
+        prepared.append((values, variant, workload, router, make_law(variant.step_time)))
+    return prepared
+
+
+def _run(
+    config: SimulationConfig,
+    workload: Workload,
+    router: FittedRouter,
+    law: StepTimeLaw,
+    policy: str,
+    rate: float,
+    seed: int,
+) -> RunResult:
+    return Simulator(config, workload, router, law, policy, rate, seed).run()
+
+
+def _expected_s(config: SimulationConfig) -> float:
+    """Rough time of all runs, one after the other, seconds."""
+    requests = sum(
+        rate * (variant.traffic.warm_up_s + variant.traffic.duration_s)
+        for _, variant in config.variants()
+        for rate in variant.traffic.rates
+        for _ in range(len(variant.router.policies) * variant.seeds)
+    )
+    return requests * SECONDS_A_REQUEST[config.fidelity]
 
 
 def reference(setting: Setting) -> str:
@@ -119,8 +192,13 @@ def reference(setting: Setting) -> str:
     return min(balancers, key=mean_p50) if balancers else policies[0]
 
 
-def summary(config: SimulationConfig, settings: list[Setting]) -> dict[str, Any]:
-    """The report as one JSON object; NaN becomes None."""
+def summary(config: SimulationConfig, outcome: Outcome) -> dict[str, Any]:
+    """The report as one JSON object; NaN becomes None.
+
+    Its `speed` says both how fast all runs were together (`speedup`, against the clock on the wall)
+    and how fast each was by itself (`median`, `least`).
+    """
+    settings = outcome.settings
     runs = [
         run
         for setting in settings
@@ -128,9 +206,8 @@ def summary(config: SimulationConfig, settings: list[Setting]) -> dict[str, Any]
         for cell in row.values()
         for run in cell.runs
     ]
-    virtual_s, wall_s = (
-        sum(getattr(run, name) for run in runs) for name in ("virtual_s", "wall_s")
-    )
+    virtual_s = sum(run.virtual_s for run in runs)
+    speedups = [run.speedup for run in runs]
     return {
         "name": config.name,
         "seeds": config.seeds,
@@ -140,9 +217,11 @@ def summary(config: SimulationConfig, settings: list[Setting]) -> dict[str, Any]
         "speed": {
             "runs": len(runs),
             "virtual_s": round(virtual_s, 1),
-            "wall_s": round(wall_s, 2),
-            "speedup": round(virtual_s / wall_s, 1),
-            "least": round(min(run.speedup for run in runs), 1),
+            "jobs": outcome.jobs,
+            "wall_s": round(outcome.wall_s, 2),
+            "speedup": round(virtual_s / outcome.wall_s, 1),
+            "median": round(float(np.median(speedups)), 1),
+            "least": round(min(speedups), 1),
             "requests": sum(run.num_requests for run in runs),
             "tokens": sum(run.num_tokens for run in runs),
         },

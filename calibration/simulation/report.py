@@ -163,9 +163,11 @@ def _mean_rows(paper: dict[str, Any]) -> list[list[str]]:
 def speed_line(report: dict[str, Any]) -> str:
     """How fast it was."""
     speed = report["speed"]
+    shared = f" in {speed['jobs']} processes" if speed["jobs"] > 1 else ""
     return (
-        f"simulated {speed['virtual_s']:,.0f} s in {speed['wall_s']:.1f} s: {speed['speedup']:.0f} "
-        f"times real time (slowest of {speed['runs']} runs: {speed['least']:.0f}); "
+        f"simulated {speed['virtual_s']:,.0f} s in {speed['wall_s']:.1f} s{shared}: "
+        f"{speed['speedup']:.0f} times real time ({speed['runs']} runs, by themselves "
+        f"{speed['median']:.0f} times in the median, the slowest {speed['least']:.0f}); "
         f"{speed['requests']:,} requests, {speed['tokens']:,} tokens"
     )
 

@@ -75,6 +75,10 @@ class FittedRouter:
         signatures_ND = self.compact[0]
         return signatures_ND @ signatures_ND.T
 
+    def derive(self) -> None:
+        """Compute what all runs need before it is handed to other processes."""
+        _ = self.cosines_NN
+
 
 def fit_router(workload: Workload, k: int, signature: str, clustering: str) -> FittedRouter:
     """Fit the artifact, and take the signatures of the served requests once.
@@ -171,8 +175,9 @@ class PooledCore(RoutingCore):
         self, settings: RouterSection, policy: str, router: FittedRouter, seed: int
     ) -> None:
         self._settings, self._policy_name, self._seed = settings, policy, seed
-        self._signatures_ND, centroids_KD, self._reservoir_RD = router.compact
-        self._cosines_NN = router.cosines_NN
+        # In a worker they are memory maps, whose rows would be maps too, and slow.
+        self._signatures_ND, centroids_KD, self._reservoir_RD = map(np.asarray, router.compact)
+        self._cosines_NN: Float32Array = np.asarray(router.cosines_NN)
         self._scores_NK: Float32Array | None = None
         self._row = 0
         self._recent: deque[int] = deque(maxlen=RECENT_REQUESTS)

@@ -88,7 +88,11 @@ class Workload:
     @cached_property
     def log_absent(self) -> list[Float32Array]:
         """Rows of `log_absent_NX`; to take one from the array costs as much as to add it."""
-        return list(self.log_absent_NX)
+        return list(np.asarray(self.log_absent_NX))  # rows of a memory map would be maps, and slow
+
+    def derive(self, exact: bool) -> None:
+        """Compute what all runs need before it is handed to other processes."""
+        _ = self.decode_bits if exact else self.log_absent_NX
 
     @cached_property
     def decode_bits(self) -> tuple[BitArray, NDArray[np.int64]]:

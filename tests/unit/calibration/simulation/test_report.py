@@ -28,9 +28,9 @@ def outcome():
         paper={"study": "tau", "workload": "task", "model": "qwen"},
     )
     told = []
-    settings = experiment.run_all(config, told.append)
+    outcome = experiment.run_all(config, told.append)
     assert len(told) == experiment.num_runs(config) == 12
-    return experiment.summary(config, settings), settings
+    return experiment.summary(config, outcome), outcome.settings
 
 
 def test_the_law_of_qwen_follows_from_the_published_points():
