@@ -169,6 +169,10 @@ class EngineConfig(_Section):
     num_gpus: float | None = Field(default=None, ge=0)
     """GPUs that Ray reserves for a replica; None: `tensor_parallel_size` on GPUs, 0 on CPU."""
 
+    node_labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the Ray nodes that may run a replica, such as `ray.io/node-group: decode`; without
+    any, all nodes may."""
+
     max_ongoing_requests: int = Field(default=1024, ge=1)
     """Requests that Serve lets one replica hold; high because vLLM queues them itself."""
 

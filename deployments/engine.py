@@ -173,6 +173,20 @@ def _eplb_env(config: EldrConfig) -> dict[str, str]:
     return env
 
 
+def deployment_options(section: EngineConfig) -> dict[str, Any]:
+    """Serve's options of one pool, without the bundles of its engines."""
+    options: dict[str, Any] = {
+        "num_replicas": section.num_replicas,
+        "max_ongoing_requests": section.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": section.graceful_shutdown_timeout_s,
+        "ray_actor_options": {"num_cpus": 0},
+    }
+    if section.node_labels:
+        # One selector is taken for every bundle.
+        options["placement_group_bundle_label_selector"] = [section.node_labels]
+    return options
+
+
 def llm_config(config: EldrConfig, phase: Phase) -> LLMConfig:
     """Ray Serve LLM's configuration of one phase."""
     from ray.serve.llm import LLMConfig
@@ -204,12 +218,7 @@ def llm_config(config: EldrConfig, phase: Phase) -> LLMConfig:
                 "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
             }
         },
-        deployment_config={
-            "num_replicas": section.num_replicas,
-            "max_ongoing_requests": section.max_ongoing_requests,
-            "graceful_shutdown_timeout_s": section.graceful_shutdown_timeout_s,
-            "ray_actor_options": {"num_cpus": 0},
-        },
+        deployment_config=deployment_options(section),
         log_engine_metrics=True,
         experimental_configs={"stream_batching_interval_ms": 0},
     )

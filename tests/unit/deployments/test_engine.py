@@ -8,7 +8,7 @@ import pytest
 from app.config import EldrConfig
 from app.model_facts import model_facts
 from cachemgr.settings import SETTINGS_KEY, CacheSettings
-from deployments.engine import Phase, engine_env, engine_kwargs
+from deployments.engine import Phase, deployment_options, engine_env, engine_kwargs
 from deployments.vllm_adapter import eplb
 
 
@@ -120,3 +120,12 @@ def test_placement_plan_reaches_eplb_or_the_cache(tmp_path: Path) -> None:
     kwargs = engine_kwargs(by_cache, Phase.DECODE, "cpu")
     settings = CacheSettings.of(kwargs["additional_config"][SETTINGS_KEY])
     assert settings.placement == str(Path.home() / "plan.json")
+
+
+def test_replicas_go_only_to_nodes_with_the_labels_of_their_pool() -> None:
+    labels = {"ray.io/node-group": "decode"}
+    settings = config(decode={"node_labels": labels})
+    decode = deployment_options(settings.decode)
+    assert decode["placement_group_bundle_label_selector"] == [labels]
+    # Serve refuses an empty selector.
+    assert "placement_group_bundle_label_selector" not in deployment_options(settings.prefill)
