@@ -98,6 +98,10 @@ def build_app(config: EldrConfig) -> Any:
         name="ingress",
         num_replicas=config.http.num_ingress_replicas,
         max_ongoing_requests=4096,
+        # It relays the streams that stopping engines are given this time to end.
+        graceful_shutdown_timeout_s=max(
+            pool.graceful_shutdown_timeout_s for pool in (config.prefill, config.decode)
+        ),
         ray_actor_options={
             "num_cpus": 0.1,
             "runtime_env": {
