@@ -47,6 +47,7 @@ GROUPS = (
             "demo": "train the demo model if needed, and serve it",
             "stop": "stop an application and end its processes",
             "status": "show replicas, load and health",
+            "drain": "empty this Ray node before it is stopped",
         },
         ("app.serve_cli",),
     ),

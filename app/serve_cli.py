@@ -1,4 +1,4 @@
-"""`eldr serve`, `demo`, `stop` and `status`."""
+"""`eldr serve`, `demo`, `stop`, `status` and `drain`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ def add_cli(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     status = subparsers.add_parser("status", help="replicas, loads and centroids")
     status.add_argument("--url", default=DEFAULT_URL)
     status.set_defaults(func=_status)
+
+    drain = subparsers.add_parser(
+        "drain", help="move what serves away from this Ray node, and wait until it is gone"
+    )
+    drain.add_argument("--timeout", type=int, required=True, help="seconds until the node goes")
+    drain.add_argument("--node-id", help="another node than the one that this runs on")
+    drain.set_defaults(func=_drain)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -79,6 +86,16 @@ def _status(args: argparse.Namespace) -> int:
         centroid = status["assignment"].get(replica_id)
         print(f"{replica_id:<16} {load:>4} {'-' if centroid is None else centroid:>8}")
     return 0
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from app.drain import drain_node
+
+    with _Progress() as progress:
+        is_empty = drain_node(args.timeout, args.node_id, progress)
+    if not is_empty:
+        print(f"replicas were left after {args.timeout} s: their streams break", file=sys.stderr)
+    return 0 if is_empty else 1
 
 
 @contextlib.contextmanager
