@@ -47,11 +47,11 @@ from calibration.artifact import Artifact
 from calibration.capture import Prompt, read_prompts, sample
 from deployments.clients import split_handoff
 from deployments.engine import Phase, resolve_device
-from deployments.replica import HEARTBEAT_INTERVAL_S
 from deployments.vllm_adapter.capture import decode_counts
 from deployments.vllm_adapter.slots import token_groups
 from router.core import RoutingCore
 from router.policy import make_policy
+from router.service import heartbeat_s
 
 DEFAULT_MODEL = Path("build/demo-model")
 DEFAULT_ARTIFACT = Path("models/demo/calibration")
@@ -460,11 +460,10 @@ class Served:
     async def _report_residents(self, core: RoutingCore) -> None:
         """Tell the core what the caches hold, as often as heartbeats do."""
         while True:
-            stats = await self._each("eldr_cache_stats")
-            for replica_id, of_replica in zip(self._decode, stats, strict=True):
-                held_LE = self._artifact.unpack_experts(of_replica["resident"])
-                core.report_resident(replica_id, held_LE)
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            for replica_id, engine in self._decode.items():
+                (resident,) = await engine.collective_rpc("eldr_cache_resident")
+                core.report_resident(replica_id, self._artifact.unpack_experts(resident))
+            await asyncio.sleep(heartbeat_s(len(self._decode), tells_residents=True))
 
     async def _serve(self, core: RoutingCore, prompt: Prompt, request_id: str) -> int:
         """One request: prefill, choose, decode. Returns the tokens decoded after the first."""

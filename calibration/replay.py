@@ -27,14 +27,20 @@ from calibration.signature import IndexArray
 from calibration.step_time import StepTimeLaw
 from calibration.traces import IdArray, RoutingTrace, expert_counts
 from router.core import RoutingCore
+from router.service import heartbeat_s
 from router.types import CountArray
 
 BoolArray = NDArray[np.bool_]
 BitArray = NDArray[np.uint64]
 _WORD = 64
 MIN_DECODE = 16
-RESIDENT_STEPS = 50
-"""Steps between two reports of what a replica's cache holds: a second, at 20 ms a step."""
+STEP_S = 0.02
+"""Length of a decode step, for what goes by the clock: heartbeats."""
+
+
+def resident_steps(num_replicas: int) -> int:
+    """Steps of a replica from one report of what its cache holds to the next."""
+    return round(heartbeat_s(num_replicas, tells_residents=True) / STEP_S)
 
 
 class Observer(Protocol):
@@ -345,7 +351,7 @@ class Replay:
         seed: seed of the order of requests, of arrival times and of the starting phases.
         observer: sees every step.
         residents: experts that the cache of a replica holds, by its number; bool (L, E). The core
-            is told every `RESIDENT_STEPS` steps of the replica.
+            is told as often as heartbeats would (`resident_steps`).
         scenario: may change the pool before an arrival.
         order: requests to serve, in order and with repeats, instead of shuffles of the served half.
         together: start all requests in flight at their first token, and measure from there on,
@@ -378,6 +384,7 @@ class Replay:
         self._workload, self._arrivals = workload, arrivals
         self._law = StepTimeLaw() if law is None else law
         self._observer, self._residents, self._scenario = observer, residents, scenario
+        self._resident_steps = resident_steps(num_replicas)
         self._first = 0 if together else arrivals.concurrency + num_warmup
         self._last = self._first + num_requests
         # Requests after the last measured one keep the load up until that one has ended.
@@ -471,7 +478,7 @@ class Replay:
         if self._observer is not None:
             union_LE = unpack_bits(union_LW, trace.num_experts)
             loads = self._observer.on_step(replica.number, union_LE, batch)
-        if self._residents is not None and replica.steps % RESIDENT_STEPS == 0:
+        if self._residents is not None and replica.steps % self._resident_steps == 0:
             self.core.report_resident(replica_id, self._residents(replica.number))
         replica.steps += 1
         replica.step_time = self._law(batch, distinct, loads)

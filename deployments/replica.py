@@ -22,10 +22,12 @@ from cachemgr.planner import PlannerSettings, nearest_cluster, plan_file
 from calibration.artifact import Artifact
 from deployments.vllm_adapter.eplb import PLAN_PATH
 from router.actor import router_handle
+from router.service import HEARTBEAT_S
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 1.0
+REPORT_INTERVAL_S = 1.0
+RESIDENT_TIMEOUT_S = 1.0
 
 Home = tuple[int | None, bytes | None]
 """Centroid of a replica: the router's number for it, and its vector after a refit."""
@@ -76,7 +78,13 @@ class Heartbeat:
     Runs on the replica's event loop. The router forgets a replica that stops. The centroid that the
     router gave is sent along, so that a restarted router gives it again; of a refitted one its name
     is sent, and the vector when a router asks that does not know it. Nothing is sent while the
-    engine is dead: the process may outlive it until Serve's own check ends it.
+    engine is dead: the process may outlive it until Serve's own check ends it. The router says
+    how soon it wants the next one; a replica without requests takes its time.
+
+    Args:
+        load: requests that the replica holds.
+        check_health: raises if the engine is dead.
+        resident: experts that the replica's cache holds, as bits; None where that is not known.
     """
 
     def __init__(
@@ -87,7 +95,7 @@ class Heartbeat:
         url: str,
         load: Callable[[], int],
         check_health: Callable[[], Awaitable[None]],
-        resident: Callable[[], bytes | None] = lambda: None,
+        resident: Callable[[], Awaitable[bytes | None]] | None = None,
     ) -> None:
         self._resident = resident
         self._app_name, self._role, self._replica_id, self._url = app_name, role, replica_id, url
@@ -98,6 +106,7 @@ class Heartbeat:
         self._task: asyncio.Task[None] | None = None
         self._is_lost = False
         self._is_known = False
+        self._interval_s = HEARTBEAT_S
 
     @property
     def home(self) -> Home | None:
@@ -128,7 +137,7 @@ class Heartbeat:
                 if not self._is_lost:
                     logger.warning("%s sends no heartbeat: %r", self._replica_id, err)
                 self._is_lost = True
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            await asyncio.sleep(self._interval_s if self._load() else HEARTBEAT_S)
 
     async def beat(self) -> None:
         """One heartbeat; raises what the call to the router raises."""
@@ -140,9 +149,10 @@ class Heartbeat:
             self._load(),
             self._centroid,
             self._home_tag,
-            self._resident(),
+            None if self._resident is None else await self._resident(),
         )
         self._centroid, self._is_known = answer["centroid"], True
+        self._interval_s = answer["interval_s"]
         if answer.get("send_home"):
             await self._call("restore_home", self._replica_id, self._home)
             return
@@ -229,7 +239,7 @@ class ManagerReporter:
                 if not self._is_away:
                     logger.warning("%s: no report to the manager: %r", type(self).__name__, err)
                 self._is_away, self._manager = True, None
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def report(self) -> None:
         """One exchange with the manager."""
@@ -253,13 +263,8 @@ class CacheReporter(ManagerReporter):
         artifact: says which experts the replica's cluster is expected to use; None: not known.
         home: the replica's centroid, as `Heartbeat.home`.
         export: takes the share of those uses that fall on resident experts.
-
-    Attributes:
-        resident: experts that the cache holds, all ranks together, as bits, each layer from a byte
-            of its own; None before the first report.
     """
 
-    resident: bytes | None = None
     _known: dict[str, Any] | None = None
     _refused: str | None = None
 
@@ -277,11 +282,22 @@ class CacheReporter(ManagerReporter):
         super().__init__(app_name, replica_id, control, call)
         self._artifact, self._home, self._export = artifact, home, export
 
+    async def resident(self) -> bytes | None:
+        """Experts that the cache holds now, all ranks together, as bits.
+
+        Each layer starts at a byte of its own. None if the engine does not say in time: a heartbeat
+        is not to wait for it.
+        """
+        try:
+            async with asyncio.timeout(RESIDENT_TIMEOUT_S):
+                return of_all_ranks(await self._call("eldr_cache_resident"))
+        except TimeoutError:
+            return None
+
     async def report(self) -> None:
         """One exchange with the manager."""
         stats = await self._call("eldr_cache_stats")
-        self.resident = of_all_ranks([worker.pop("resident") for worker in stats])
-        self.export_overlap(self.resident)
+        self.export_overlap(of_all_ranks(await self._call("eldr_cache_resident")))
         manager = await self._connect()
         answer = await manager.report.remote(self._replica_id, stats[0], self._known, self._refused)
         self._known, self._refused = answer["targets"], None

@@ -90,7 +90,7 @@ class EngineServer(LLMServer):
             url,
             lambda: self._gate.num_running,
             self.check_health,
-            lambda: None if self._cache_reporter is None else self._cache_reporter.resident,
+            self._resident if has_cache else None,
         )
         self._heartbeat.start()
         if has_cache:
@@ -129,6 +129,9 @@ class EngineServer(LLMServer):
             return False
         await self._gate.wait_idle(_QUIET_S)
         return True
+
+    async def _resident(self) -> bytes | None:
+        return None if self._cache_reporter is None else await self._cache_reporter.resident()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Requests held, for autoscaling policies: Serve's own count sees only `attend`."""

@@ -34,6 +34,9 @@ from router.types import CountArray, NoReplica, Selection
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 5.0
+HEARTBEAT_S = 1.0
+MIN_HEARTBEAT_S = 0.2
+HEARTBEATS_PER_S = 64.0
 _EXPIRE_EVERY_S = 5.0
 _RESTORE_EVERY_S = 0.1
 _LOOK_EVERY_S = 0.5
@@ -41,6 +44,18 @@ _NORM_TOLERANCE = 1e-3
 
 
 WireRequest = tuple[str, bytes | None, int | None, str | None, Collection[str]]
+
+
+def heartbeat_s(num_replicas: int, tells_residents: bool) -> float:
+    """Seconds from one heartbeat of a decode replica to the next.
+
+    Those that say what an expert cache holds come sooner: it changes from step to step, and what
+    the router knows of it is as old. Not more than HEARTBEATS_PER_S of the pool together, and not
+    fewer than one a HEARTBEAT_S of each.
+    """
+    if not tells_residents:
+        return HEARTBEAT_S
+    return min(max(num_replicas / HEARTBEATS_PER_S, MIN_HEARTBEAT_S), HEARTBEAT_S)
 
 
 @dataclass(slots=True)
@@ -153,8 +168,9 @@ class RouterService:
                 without a cache.
 
         Returns:
-            {"centroid": its centroid or None}; for refitted centroids also {"home_tag": name,
-            "home": vector as bytes if it is new}; {"send_home": True} asks for `restore_home`.
+            {"centroid": its centroid or None, "interval_s": seconds to the next heartbeat}; for
+            refitted centroids also {"home_tag": name, "home": vector as bytes if it is new};
+            {"send_home": True} asks for `restore_home`.
         """
         now = self.clock()
         member = self._members.get(replica_id)
@@ -164,28 +180,29 @@ class RouterService:
         else:
             member.last_seen, member.suspected, member.url = now, False, url
         if role != "decode":
-            return {"centroid": None}
+            return {"centroid": None, "interval_s": HEARTBEAT_S}
         if is_new:
             remembered = self._remembered(replica_id, centroid, home_tag)
             self._pool_changed(remembered, joined_at=now if member is None else None)
         self.core.report_load(replica_id, load, now)
-        if resident is not None:
-            self._take_resident(replica_id, resident)
+        counts = resident is not None and self._take_resident(replica_id, resident)
         self.tick(now)
-        return self._home_of(replica_id, home_tag)
+        interval_s = heartbeat_s(len(self.core.replica_ids), counts)
+        return {**self._home_of(replica_id, home_tag), "interval_s": interval_s}
 
-    def _take_resident(self, replica_id: str, resident: bytes) -> None:
+    def _take_resident(self, replica_id: str, resident: bytes) -> bool:
+        """Tell the core what a cache holds; whether it counts."""
         artifact = self.core.artifact
         if artifact is None or not self.core.policy.resident_weight:
-            return
+            return False
         try:
             resident_LE = artifact.unpack_experts(resident)
         except ValueError as err:
             if replica_id not in self._misfits:
                 self._misfits.add(replica_id)
                 logger.warning("%s: its cache does not count: %s", replica_id, err)
-            return
-        self.core.report_resident(replica_id, resident_LE)
+            return False
+        return self.core.report_resident(replica_id, resident_LE)
 
     def restore_home(self, replica_id: str, home: bytes) -> bool:
         """A replica gives back the centroid it kept over a restart of the router.

@@ -282,8 +282,11 @@ class InstalledCache:
             "load_bytes": loads * self.expert_bytes,
             "copy_s": runtime.copier.busy_s,
             "evictions": totals.evictions,
-            "resident": np.packbits(runtime.cache.resident_LE, axis=1).tobytes(),
         }
+
+    def resident(self) -> bytes:
+        """Experts in slots, as bits; each layer starts at a byte of its own."""
+        return np.packbits(self.runtime.cache.resident_LE, axis=1).tobytes()
 
 
 def model_fingerprint(vllm_config: VllmConfig) -> str:

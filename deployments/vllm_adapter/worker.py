@@ -52,6 +52,11 @@ class EldrWorkerExtension:
             "anonymous_bytes": anonymous_bytes(),
         }
 
+    def eldr_cache_resident(self) -> bytes | None:
+        """Experts that this worker's cache holds (`InstalledCache.resident`); None without one."""
+        installed = cache_of(self.vllm_config)  # type: ignore[attr-defined]
+        return None if installed is None else installed.resident()
+
     def eldr_cache_configure(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change settings of the expert cache between two steps (`InstalledCache.configure`).
 

@@ -255,7 +255,8 @@ def test_manager_sets_a_running_engine_and_survives_its_end(
         assert report() == 32
         assert 32 / 64 < shares[-1] < 1  # experts in slots are those that requests use
         # What the heartbeat tells the router; this engine has one rank.
-        assert reporter.resident == engine.call("eldr_cache_stats")["resident"] != bytes(6 * 8)
+        held: Any = engine.call("eldr_cache_resident")
+        assert engine.loop.run_until_complete(reporter.resident()) == held != bytes(6 * 8)
         assert "below top-k" in ray.get(manager.set_targets.remote({"slots": 3}))["error"]
         assert ray.get(manager.set_targets.remote({"slots": 16}))["targets"]["slots"] == 16
         assert report() == 16

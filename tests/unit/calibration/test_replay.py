@@ -11,12 +11,12 @@ import pytest
 
 from app.cli import main
 from calibration.replay import (
-    RESIDENT_STEPS,
     Arrivals,
     Replay,
     Workload,
     expert_bits,
     replica_name,
+    resident_steps,
     unpack_bits,
 )
 from calibration.replay_report import Settings, interval, reference, run, run_one, summary
@@ -179,8 +179,8 @@ class TestReplay:
         watch = Watch()
         self.replay(workload, "live", observer=watch, residents=watch.resident).run()
         for steps, asked in zip(watch.steps, watch.asked, strict=True):
-            assert steps > RESIDENT_STEPS
-            assert asked == list(range(1, steps + 1, RESIDENT_STEPS))
+            assert steps > resident_steps(2) == 10
+            assert asked == list(range(1, steps + 1, 10))
 
     def test_scenario_may_add_and_remove_replicas(self, workload: Workload) -> None:
         def scenario(number: int, now: float, core: RoutingCore) -> None:

@@ -11,7 +11,7 @@ import pytest
 from calibration.fit import fit
 from router import core
 from router.refit import RefitResult, RefitSettings, run_refit
-from router.service import HEARTBEAT_TIMEOUT_S, RouterService, RouterSettings
+from router.service import HEARTBEAT_TIMEOUT_S, RouterService, RouterSettings, heartbeat_s
 from tests.builders import build_artifact, build_capture, build_counts, build_domain_request
 
 
@@ -527,6 +527,12 @@ def test_replica_that_was_briefly_away_has_no_ramp(clock: Clock) -> None:
     assert {select(router, f"s{i}")["replica_id"] for i in range(3)} == {"a"}
 
 
+def test_heartbeats_of_caches_come_sooner_in_small_pools() -> None:
+    pools = (1, 16, 32, 64, 1024)
+    assert [heartbeat_s(k, tells_residents=True) for k in pools] == [0.2, 0.25, 0.5, 1.0, 1.0]
+    assert {heartbeat_s(k, tells_residents=False) for k in pools} == {1.0}
+
+
 def test_what_caches_hold_comes_with_heartbeats(
     clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -537,11 +543,12 @@ def test_what_caches_hold_comes_with_heartbeats(
     counts_LE = build_domain_request(0)
     holds, lacks = (np.packbits(side, axis=1).tobytes() for side in (counts_LE > 0, counts_LE == 0))
 
-    def beat(replica: str, resident: bytes) -> None:
-        router.heartbeat("decode", replica, f"http://{replica}", 0, None, None, resident)
+    def beat(replica: str, resident: bytes | None) -> float:
+        answer = router.heartbeat("decode", replica, f"http://{replica}", 0, None, None, resident)
+        return float(answer["interval_s"])
 
-    beat("a", lacks)
-    beat("b", holds)
+    assert beat("a", None) == 1.0
+    assert beat("a", lacks) == beat("b", holds) == 0.2
     counts = counts_LE.astype("<u2").tobytes()
     assert router.select("r1", counts, 40, None)["replica_id"] == "b"
     router.release(["r1"])
@@ -549,5 +556,5 @@ def test_what_caches_hold_comes_with_heartbeats(
     beat("b", lacks)
     assert router.select("r2", counts, 40, None)["replica_id"] == "a"
     for _ in range(2):
-        beat("b", b"another model")
+        assert beat("b", b"another model") == 1.0
     assert caplog.text.count("b: its cache does not count: 13 bytes are no experts of") == 1
