@@ -535,7 +535,8 @@ class ExpertCache:
         """
         self.retention.observe(slice(None), demand_LE)
         ledger = self.ledger
-        np.add(ledger.accesses, np.count_nonzero(demand_LE, axis=1), out=ledger.accesses)
+        asked_L = np.add.reduce(demand_LE, axis=1, dtype=np.int64)  # half of count_nonzero's time
+        np.add(ledger.accesses, asked_L, out=ledger.accesses)
         np.add(ledger.steps, 1, out=ledger.steps)
         np.add(ledger.passes, 1, out=ledger.passes)
 
