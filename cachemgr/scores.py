@@ -51,7 +51,10 @@ def load_scores(
         "spatio_LEH": (num_layers, num_experts, hidden_size),
     }
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        stored = np.load(path, allow_pickle=False)
+        if isinstance(stored, np.ndarray):
+            raise ValueError("it is a single array: store it by name with numpy.savez")
+        with stored:
             arrays = {name: stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as err:
         raise ValueError(f"cache.score_file {path} cannot be read as .npz ({err})") from err

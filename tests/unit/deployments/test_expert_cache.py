@@ -82,6 +82,9 @@ def test_score_file_is_read_and_checked(tmp_path: Path) -> None:
     assert scores.temporal_LEH is not None
     np.testing.assert_allclose(scores.temporal_LEH, temporal, rtol=1e-6)
     assert scores.hotness_LE is None
+    np.save(tmp_path / "one.npy", np.zeros((L, E), dtype=np.float32))
+    with pytest.raises(ValueError, match=r"one.npy cannot be read as .npz \(it is a single array"):
+        load_scores(tmp_path / "one.npy", MODEL, L, E, H)
 
 
 @pytest.mark.parametrize(
