@@ -105,6 +105,7 @@ class HostCopier:
 
     def start(self, layer: int, jobs: Jobs) -> None:
         """See `Copier.start`."""
+        self.finish(layer)  # of a step that broke off: what failed then must not be forgotten
         self._running[layer] = self._thread.submit(self.copy, jobs)
 
     def finish(self, layer: int) -> None:
@@ -331,6 +332,7 @@ class SlotRuntime:
             self.copier.finish(layer)
         self.cache, self._scoring, self._owned_LE = cache, scoring, owned_LE
         self._ready_LE[:] = -1
+        self._hits.clear()  # of a step that broke off: the new cache would take them for loaded
         if allocate is not None:
             self.layers = ()
             self.layers = allocate()

@@ -327,6 +327,26 @@ def test_another_capacity_starts_empty_and_goes_on() -> None:
     assert runtime.cache.capacity == 3
 
 
+def test_hits_of_a_broken_step_do_not_reach_another_cache() -> None:
+    source, batches = make_source(), Batches(make_source())
+    runtime, other = make_runtime(6, source), make_runtime(6, source)
+    run, step = run_of(runtime), batches.step(1)
+    run(0, step)
+    run(0, step)  # a hit, and no layer after it
+    runtime.replace(other.cache, None, allocate=lambda: other.layers)
+    assert torch.equal(run(0, step), batches.expected(0, step))
+
+
+def test_failed_copy_of_a_broken_step_is_told_at_the_next() -> None:
+    copier, slot, expert = HostCopier(), torch.zeros(2), torch.ones(2)
+    copier.start(0, [(slot, torch.ones(3))])  # and nobody waits for it
+    with pytest.raises(RuntimeError, match="size"):
+        copier.start(0, [(slot, expert)])
+    copier.start(0, [(slot, expert)])
+    copier.finish(0)
+    assert torch.equal(slot, expert)
+
+
 def run_of(runtime: SlotRuntime) -> Callable[[int, Any], torch.Tensor]:
     def run(layer: int, step: Any) -> torch.Tensor:
         output = torch.empty_like(step[0])
