@@ -84,6 +84,7 @@ class DecodeReplica:
         self._absent_X = np.empty_like(self._log_absent_X)
         self._num_layers = self._log_absent_X.size // workload.num_experts
         self._changes = math.inf
+        self._is_other_batch = True
         self._step_s = self._loads = 0.0
         if exact:
             self._bits_TLW, self._offsets = workload.decode_bits
@@ -99,7 +100,8 @@ class DecodeReplica:
         """Queue a request whose KV arrives at `ready` and that needs some steps."""
         heapq.heappush(self._waiting, (ready, request, row, steps))
         earliest = ready + steps * self._step_s if self._batch else ready
-        self.next_finish = min(self.next_finish, earliest)
+        if earliest < self.next_finish:
+            self.next_finish = earliest
 
     def abandon(self) -> None:
         """Drop all requests: the replica has died."""
@@ -114,18 +116,19 @@ class DecodeReplica:
             Requests that finished and when, in order of time.
         """
         finished: list[tuple[int, float]] = []
-        batch, waiting = self._batch, self._waiting
+        batch, waiting, is_exact = self._batch, self._waiting, self._exact
         while True:
             if not batch:
                 if not waiting or waiting[0][0] > until:
                     break
                 self._now = max(self._now, waiting[0][0])
-            while waiting and len(batch) < self._max and waiting[0][0] <= self._now + EPSILON_S:
+            while waiting and waiting[0][0] <= self._now + EPSILON_S and len(batch) < self._max:
                 self._join()
-            if self._exact or self._changes > REFRESH_SHARE * len(batch):
-                self._refresh()
-            self._step_s = self._law(len(batch), self.distinct, self._loads)
-            run = 1 if self._exact else self._run_length()
+            if is_exact or self._is_other_batch:
+                self._price_step()
+            run = 1 if is_exact else batch[0][0] - self._step
+            if waiting and run > 1 and len(batch) < self._max:
+                run = min(run, self._steps_until(waiting[0][0]))
             end = self._now + run * self._step_s
             if end > until:
                 break
@@ -150,19 +153,16 @@ class DecodeReplica:
             self._now += run * self._step_s
             self._step += run
 
-    def _run_length(self) -> int:
-        """Steps until a request ends or another may join."""
-        run = self._batch[0][0] - self._step
-        if self._waiting and len(self._batch) < self._max:
-            gap = self._waiting[0][0] - self._now
-            run = min(run, max(1, math.ceil(gap / self._step_s - EPSILON_S)))
-        return run
+    def _steps_until(self, ready: float) -> int:
+        """Steps until a request whose KV arrives at `ready` may join."""
+        return max(1, math.ceil((ready - self._now) / self._step_s - EPSILON_S))
 
     def _join(self) -> None:
         _, request, row, steps = heapq.heappop(self._waiting)
         heapq.heappush(self._batch, (self._step + steps, request, row))
         self._log_absent_X += self._log_absent[row]
         self._changes += 1
+        self._is_other_batch = True
         if self._exact:
             length = int(self._offsets[row + 1] - self._offsets[row])
             self._phases[request] = int(self._rng.integers(length)) - self._step
@@ -171,6 +171,7 @@ class DecodeReplica:
         _, request, row = heapq.heappop(self._batch)
         self._log_absent_X -= self._log_absent[row]
         self._changes += 1
+        self._is_other_batch = True
         if not self._batch:
             self._log_absent_X[:] = 0.0  # no rounding errors stay
             self._changes = math.inf
@@ -178,13 +179,21 @@ class DecodeReplica:
             del self._phases[request]
         return request
 
+    def _price_step(self) -> None:
+        """Time of a step of the batch as it is, by its distinct experts of now or of lately."""
+        size = len(self._batch)
+        if self._exact or self._changes > REFRESH_SHARE * size:
+            self._refresh()
+        self._step_s = self._law(size, self.distinct, self._loads)
+        self._is_other_batch = False
+
     def _refresh(self) -> None:
         """Distinct experts and loads of the batch as it is."""
         if self._exact:
             self.distinct = self._union()
         else:
             np.exp(self._log_absent_X, out=self._absent_X)
-            absent = float(self._absent_X.sum())
+            absent = float(np.add.reduce(self._absent_X))
             self.distinct = self._workload.num_experts - absent / self._num_layers
             if self._slots is not None:
                 self._loads = self._expected_loads(self._slots)
@@ -209,9 +218,9 @@ class DecodeReplica:
         return float(present_LE[:, : num_experts - slots].sum()) / num_layers
 
     def _count(self, run: int) -> None:
-        totals, tokens = self.totals, run * len(self._batch)
+        totals, tokens, distinct = self.totals, run * len(self._batch), self.distinct
         totals.steps += run
         totals.tokens += tokens
-        totals.distinct += run * self.distinct
-        totals.token_distinct += tokens * self.distinct
+        totals.distinct += run * distinct
+        totals.token_distinct += tokens * distinct
         totals.loads += run * self._loads

@@ -31,7 +31,7 @@ from calibration.transforms import (
 from router.core import NO_CENTROID, RoutingCore
 from router.policy import Policy, make_policy
 from router.refit import RefitJob, RefitReason, run_refit
-from router.types import CountArray, FallbackReason, Selection
+from router.types import Selection
 
 RECENT_REQUESTS = 1024
 FIT_SEED = 1
@@ -179,7 +179,6 @@ class PooledCore(RoutingCore):
         self._signatures_ND, centroids_KD, self._reservoir_RD = map(np.asarray, router.compact)
         self._cosines_NN: Float32Array = np.asarray(router.cosines_NN)
         self._scores_NK: Float32Array | None = None
-        self._row = 0
         self._recent: deque[int] = deque(maxlen=RECENT_REQUESTS)
         self.num_refits = 0
         super().__init__(self._make_policy({}), router.artifact, seed, ramp_s=settings.ramp_s)
@@ -187,18 +186,17 @@ class PooledCore(RoutingCore):
 
     def select_row(self, request_id: str, row: int, domain: str, now: float) -> Selection:
         """`select` for request `row` of the pool."""
-        scores_K = None
-        if self.policy.needs_scores:
+        policy, scores_K = self.policy, None
+        if policy.needs_scores:
             self._recent.append(row)
-            if self.policy.follows_batch:
-                self._row = row
-                return self.select(request_id, None, None, domain, now)
-            if self._scores_NK is None:
-                self._scores_NK = self._look_up()
-            scores_K = self._scores_NK[row]
         self._allowed(())  # raises NoReplica where the base class does
+        if policy.needs_scores:
+            scores_K = self._running()[:, row] if policy.follows_batch else self._looked_up[row]
         loads_K = self._ramped(self.loads(now), now)
-        return self._place(request_id, scores_K, None, loads_K, domain, None, now)
+        selection = self._place(request_id, scores_K, None, loads_K, domain, None, now)
+        if policy.follows_batch:
+            self._follow(self._index[selection.replica_id], self._cosines_NN[row])
+        return selection
 
     def change_pool(self, replica_ids: Sequence[str], now: float | None) -> list[str]:
         """`set_replicas`, and what the router service does with it.
@@ -242,25 +240,19 @@ class PooledCore(RoutingCore):
             self.num_refits += 1
             self.set_centroids(result.centroids_KD, {i: k for k, i in enumerate(ids)})
 
-    def _signature(
-        self, counts_LE: CountArray | None, prompt_tokens: int | None, now: float
-    ) -> tuple[Float32Array | None, FallbackReason | None]:
-        return self._cosines_NN[self._row], None
-
-    def _scores(self, signature_D: Float32Array) -> Float32Array:
-        """For policies that follow the batch; others have theirs from `_look_up`."""
-        return self._running()[:, self._row].copy()
-
     def _lay_out_running(self, kept_K: Sequence[int | None], centroids_CD: Float32Array) -> None:
         """Cosines with each request of the pool stand for a vector: their mean needs no product."""
         super()._lay_out_running(kept_K, centroids_CD @ self._signatures_ND.T)
 
-    def _look_up(self) -> Float32Array:
+    @property
+    def _looked_up(self) -> Float32Array:
         """Score of each request with each replica's centroid, NaN without one; (N, K)."""
-        scores_NC = self._signatures_ND @ self.centroids_CD.T
-        none_N1 = np.full((len(scores_NC), 1), np.nan, dtype=np.float32)
-        scores_NK: Float32Array = np.concatenate([scores_NC, none_N1], axis=1)[:, self._centroid_K]
-        return scores_NK
+        if self._scores_NK is None:
+            scores_NC = self._signatures_ND @ self.centroids_CD.T
+            none_N1 = np.full((len(scores_NC), 1), np.nan, dtype=np.float32)
+            scores_NC = np.concatenate([scores_NC, none_N1], axis=1)
+            self._scores_NK = scores_NC[:, self._centroid_K]
+        return self._scores_NK
 
     def _lay_out(self, *args: Any, **kwargs: Any) -> None:
         self._scores_NK = None
