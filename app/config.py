@@ -170,7 +170,7 @@ class EngineConfig(_Section):
     """GPUs that Ray reserves for a replica; None: `tensor_parallel_size` on GPUs, 0 on CPU."""
 
     node_labels: dict[str, str] = Field(default_factory=dict)
-    """Labels of the Ray nodes that may run a replica, such as `ray.io/node-group: decode`; without
+    """Labels of the Ray nodes that may run a replica, such as `eldr-serve/pool: decode`; without
     any, all nodes may."""
 
     max_ongoing_requests: int = Field(default=1024, ge=1)

@@ -123,7 +123,7 @@ def test_placement_plan_reaches_eplb_or_the_cache(tmp_path: Path) -> None:
 
 
 def test_replicas_go_only_to_nodes_with_the_labels_of_their_pool() -> None:
-    labels = {"ray.io/node-group": "decode"}
+    labels = {"eldr-serve/pool": "decode"}
     settings = config(decode={"node_labels": labels})
     decode = deployment_options(settings.decode)
     assert decode["placement_group_bundle_label_selector"] == [labels]
