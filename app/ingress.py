@@ -27,7 +27,7 @@ from app.errors import (
     to_openai,
     to_sse,
 )
-from app.metrics import IngressMetrics
+from app.metrics import REFRESH_S, IngressMetrics
 from app.pd_flow import Answer, PdFlow, PdRequest, ReplicaDied, UpstreamRefused, is_expected
 from app.requests import (
     RequestKind,
@@ -66,6 +66,7 @@ class Ingress:
         limits = config.limits
         self._access = Access.from_env(limits.api_keys_env, os.environ, limits.requests_per_minute)
         self._router = RouterClient(config.app_name, settings, config.router.select_timeout_s)
+        self._metrics = IngressMetrics()
         self._decode_engines = EngineClient(decode, internal_key, self._router)
         self._flow = PdFlow(
             PrefillClient(
@@ -75,10 +76,11 @@ class Ingress:
             DecodeClient(self._decode_engines),
             limits.prefill_timeout_s,
             limits.max_retries,
+            self._metrics,
         )
-        self._metrics = IngressMetrics()
         self._started = int(time.time())
         self._starting: asyncio.Task[None] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
 
     async def _ready(self) -> None:
         """Connect to the router once, on the event loop that serves requests."""
@@ -89,7 +91,14 @@ class Ingress:
         )
         if self._starting is None or failed:
             self._starting = asyncio.create_task(self._router.start())
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._refresh())
         await asyncio.shield(self._starting)
+
+    async def _refresh(self) -> None:
+        while True:
+            self._metrics.refresh()
+            await asyncio.sleep(REFRESH_S)
 
     # ---- OpenAI routes
 
@@ -295,11 +304,15 @@ class Relay(Response):
                 num_events += chunk.count(b"data: {")
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-            self._ingress._metrics.streamed(
-                answer.placement.policy, first - self._arrived, last - first, num_events
-            )
+            metrics = self._ingress._metrics
+            metrics.answered(self._request.kind, last - self._arrived)
+            if self._request.body.get("stream"):
+                metrics.phase("stream", last - first)
+                metrics.streamed(
+                    answer.placement.policy, first - self._arrived, last - first, num_events
+                )
             if answer.fallback:
-                self._ingress._metrics.fell_back(answer.fallback)
+                metrics.fell_back(answer.fallback)
             return answer.stream.status
         finally:
             await answer.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -114,6 +115,18 @@ class Decode(Protocol):
         ...
 
 
+class FlowMetrics(Protocol):
+    """Takes how long phases took; `app.metrics.IngressMetrics` is one."""
+
+    def phase(self, phase: str, seconds: float) -> None:
+        """One attempt at a phase succeeded: prefill, route, first_byte (of decode's answer)."""
+        ...
+
+    def retried(self, phase: str) -> None:
+        """An attempt failed in prefill or decode, and another follows."""
+        ...
+
+
 @dataclass(slots=True)
 class Answer:
     """An open stream with its placement; must be closed exactly once."""
@@ -142,6 +155,7 @@ class PdFlow:
         prefill, router, decode: the three parties.
         prefill_timeout_s: limit of one prefill attempt.
         max_retries: further attempts before the first token went out.
+        metrics: told of phases and retries.
     """
 
     prefill: Prefill
@@ -149,6 +163,7 @@ class PdFlow:
     decode: Decode
     prefill_timeout_s: float
     max_retries: int
+    metrics: FlowMetrics
 
     async def open(self, request: PdRequest) -> Answer:
         """Prefill, choose a decode replica, and get its answer's headers.
@@ -162,11 +177,16 @@ class PdFlow:
         excluded: frozenset[str] = frozenset()
         for attempt in range(self.max_retries + 1):
             try:
+                began = time.perf_counter()
                 handoff = await self._prefill(request)
+                if handoff is not None:
+                    began = self._passed("prefill", began)
                 placement = await self.router.select(request, handoff, excluded)
+                began = self._passed("route", began)
             except ReplicaDied as err:
                 if attempt == self.max_retries:
                     raise PrefillFailed(f"prefill failed {attempt + 1} times: {err}") from err
+                self.metrics.retried("prefill")
                 logger.warning("%s: prefill attempt %d: %s", request.request_id, attempt + 1, err)
                 continue
             try:
@@ -177,6 +197,7 @@ class PdFlow:
                 excluded |= {placement.replica_id}
                 if attempt == self.max_retries:
                     raise DecodeFailed(f"decode failed {attempt + 1} times: {err}") from err
+                self.metrics.retried("decode")
                 logger.warning(
                     "%s: decode replica %s: %s", request.request_id, placement.replica_id, err
                 )
@@ -184,6 +205,7 @@ class PdFlow:
             except BaseException:
                 self.router.release(request.request_id)
                 raise
+            self._passed("first_byte", began)
             return Answer(
                 placement=placement,
                 fallback=request.local_prefill or placement.fallback,
@@ -193,6 +215,12 @@ class PdFlow:
                 num_retries=attempt,
             )
         raise AssertionError("every attempt returns or raises")
+
+    def _passed(self, phase: str, began: float) -> float:
+        """Tell how long a phase took; returns when it ended."""
+        now = time.perf_counter()
+        self.metrics.phase(phase, now - began)
+        return now
 
     async def _prefill(self, request: PdRequest) -> Handoff | None:
         if request.local_prefill is not None:

@@ -263,6 +263,7 @@ class CacheReporter(ManagerReporter):
         artifact: says which experts the replica's cluster is expected to use; None: not known.
         home: the replica's centroid, as `Heartbeat.home`.
         export: takes the share of those uses that fall on resident experts.
+        export_size: takes slots of a layer and experts it may load ahead.
     """
 
     _known: dict[str, Any] | None = None
@@ -278,9 +279,11 @@ class CacheReporter(ManagerReporter):
         artifact: Artifact | None,
         home: Callable[[], Home | None],
         export: Callable[[float], None],
+        export_size: Callable[[int, int], None] = lambda slots, budget: None,
     ) -> None:
         super().__init__(app_name, replica_id, control, call)
         self._artifact, self._home, self._export = artifact, home, export
+        self._export_size = export_size
 
     async def resident(self) -> bytes | None:
         """Experts that the cache holds now, all ranks together, as bits.
@@ -298,6 +301,7 @@ class CacheReporter(ManagerReporter):
         """One exchange with the manager."""
         stats = await self._call("eldr_cache_stats")
         self.export_overlap(of_all_ranks(await self._call("eldr_cache_resident")))
+        self._export_size(stats[0]["slots"], stats[0]["budget"])
         manager = await self._connect()
         answer = await manager.report.remote(self._replica_id, stats[0], self._known, self._refused)
         self._known, self._refused = answer["targets"], None
@@ -327,7 +331,7 @@ class PlacementReporter(ManagerReporter):
         settings: how to plan.
         home: the replica's centroid, as `Heartbeat.home`.
         has_cache: whether the engine's cache carries plans out.
-        export: takes the manager's answers, for metrics.
+        export: takes the manager's last answer with each report, for metrics.
     """
 
     def __init__(
@@ -347,6 +351,7 @@ class PlacementReporter(ManagerReporter):
         self._export = export
         self._version = 0
         self._asked: tuple[Home, float] | None = None
+        self._answer: Mapping[str, Any] | None = None
 
     async def report(self) -> None:
         """One exchange with the manager, if it is time."""
@@ -356,6 +361,8 @@ class PlacementReporter(ManagerReporter):
             and home == self._asked[0]
             and now - self._asked[1] < self._settings.interval_s
         ):
+            if self._answer is not None:
+                self._export(self._answer)  # Ray forgets a gauge that is not set for a while
             return
         manager = await self._connect()
         uses = await self._call("eldr_expert_uses")
@@ -368,4 +375,5 @@ class PlacementReporter(ManagerReporter):
             if refused := next((r["error"] for r in results if "error" in r), None):
                 logger.error("placement plan %d was refused: %s", answer["version"], refused)
         self._version, self._asked = answer["version"], (home, now)
+        self._answer = answer
         self._export(answer)

@@ -19,7 +19,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from app.metrics import CacheMetrics, PlacementMetrics
+from app.metrics import CacheMetrics, PlacementMetrics, ReplicaMetrics
 from cachemgr.manager import ControlSettings
 from cachemgr.planner import PlannerSettings
 from deployments.engine import Phase
@@ -83,17 +83,19 @@ class EngineServer(LLMServer):
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self._cache_reporter: CacheReporter | None = None
+        self._metrics = ReplicaMetrics(str(phase))
         self._heartbeat = Heartbeat(
             app_name,
             str(phase),
             self._replica_id,
             url,
-            lambda: self._gate.num_running,
+            self._load,
             self.check_health,
             self._resident if has_cache else None,
         )
         self._heartbeat.start()
         if has_cache:
+            cache_metrics = CacheMetrics()
             self._cache_reporter = CacheReporter(
                 app_name,
                 self._replica_id,
@@ -101,7 +103,8 @@ class EngineServer(LLMServer):
                 self.collective_rpc,
                 artifact=overlap_artifact(artifact),
                 home=lambda: self._heartbeat.home,
-                export=CacheMetrics().overlap,
+                export=cache_metrics.overlap,
+                export_size=cache_metrics.size,
             )
             self._cache_reporter.start()
         self._placement_reporter: PlacementReporter | None = None
@@ -129,6 +132,10 @@ class EngineServer(LLMServer):
             return False
         await self._gate.wait_idle(_QUIET_S)
         return True
+
+    def _load(self) -> int:
+        self._metrics.holds(self._gate.num_running)
+        return self._gate.num_running
 
     async def _resident(self) -> bytes | None:
         return None if self._cache_reporter is None else await self._cache_reporter.resident()

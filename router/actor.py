@@ -38,10 +38,10 @@ def actor_name(app_name: str) -> str:
 class RouterActor:
     """Thin: each method calls the service and returns what it says."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, app_name: str) -> None:
         self._service = RouterService(settings, time.monotonic)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
-        self._metrics = RouterMetrics()
+        self._metrics = RouterMetrics(app_name)
         self._refit: tuple[RefitJob, Future[RefitResult]] | None = None
 
     def configure(self, settings: RouterSettings) -> bool:
@@ -58,7 +58,7 @@ class RouterActor:
         resident: bytes | None = None,
     ) -> dict[str, Any]:
         self._refit_step()
-        self._metrics.refits(self._service.num_refits, self._service.moved_share)
+        self._export()
         return self._service.heartbeat(role, replica_id, url, load, centroid, home_tag, resident)
 
     def restore_home(self, replica_id: str, home: bytes) -> bool:
@@ -78,6 +78,10 @@ class RouterActor:
         if error is not None:
             logger.error("refit for %s failed: the centroids stay", job.reason, exc_info=error)
         self._service.finish_refit(job, future.result() if error is None else None)
+
+    def _export(self) -> None:
+        if self._metrics.is_due(time.monotonic()):
+            self._metrics.export(self._service.totals(), self._service.gauges())
 
     def deregister(self, replica_id: str) -> None:
         self._service.deregister(replica_id)
@@ -111,6 +115,7 @@ class RouterActor:
 
     def view(self) -> dict[str, Any]:
         self._service.tick()
+        self._export()
         return self._service.view()
 
     def stats(self) -> dict[str, Any]:
@@ -144,6 +149,6 @@ def create_router(app_name: str, settings: RouterSettings) -> Any:
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
-    ).remote(settings)
+    ).remote(settings, app_name)
     _handles[app_name] = handle
     return handle

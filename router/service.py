@@ -7,6 +7,7 @@ thread; no method awaits, so that choosing and reserving are one step.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ _EXPIRE_EVERY_S = 5.0
 _RESTORE_EVERY_S = 0.1
 _LOOK_EVERY_S = 0.5
 _NORM_TOLERANCE = 1e-3
+DECISION_SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 0.1)
+"""Upper ends of the buckets of decision times; longer ones have a bucket of their own."""
 
 
 WireRequest = tuple[str, bytes | None, int | None, str | None, Collection[str]]
@@ -85,6 +88,18 @@ class RouterSettings:
 
 
 @dataclass(slots=True)
+class _Tally:
+    """What decisions add up to since the start; plain numbers, for the hot path."""
+
+    num_by_time: list[int] = field(default_factory=lambda: [0] * (len(DECISION_SECONDS) + 1))
+    num_selected: Counter[tuple[str, str | None]] = field(default_factory=Counter)
+    num_alike: int = 0
+    similarity: float = 0.0
+    num_banded: int = 0
+    band_size: int = 0
+
+
+@dataclass(slots=True)
 class RouterService:
     """Owns the routing core and the set of live replicas.
 
@@ -111,6 +126,9 @@ class RouterService:
     _awaited: set[str] = field(init=False, default_factory=set)
     _restore_at: float | None = field(init=False, default=None)
     _misfits: set[str] = field(init=False, default_factory=set)
+    _tally: _Tally = field(init=False, default_factory=_Tally)
+    _earlier: Counter[str] = field(init=False, default_factory=Counter)
+    _earlier_similarity: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self._started = self.clock()
@@ -133,6 +151,7 @@ class RouterService:
         except Exception:
             self.settings = old
             raise
+        self._earlier, self._earlier_similarity = self._counted(old_core)
         self._pool_changed({})
         if self._tags and self._takes_refits() and self._space == old_space:
             self.core.set_centroids(old_core.centroids_CD, old_core.assignment)
@@ -310,6 +329,7 @@ class RouterService:
             )
         except NoReplica as err:
             return {"error": str(err)}
+        self._tally.num_by_time[bisect_left(DECISION_SECONDS, self.clock() - now)] += 1
         if known_version != self.version:
             answer["view"] = self.view()
         return answer
@@ -347,11 +367,22 @@ class RouterService:
                 for item in selections
             ]
         }
+        if requests:
+            each = (self.clock() - now) / len(requests)
+            self._tally.num_by_time[bisect_left(DECISION_SECONDS, each)] += len(requests)
         if known_version != self.version:
             answer["view"] = self.view()
         return answer
 
     def _answer(self, selection: Selection) -> dict[str, Any]:
+        tally = self._tally
+        tally.num_selected[selection.policy, selection.fallback] += 1
+        if selection.similarity is not None:
+            tally.num_alike += 1
+            tally.similarity += selection.similarity
+        if selection.band_size is not None:
+            tally.num_banded += 1
+            tally.band_size += selection.band_size
         return {
             "replica_id": selection.replica_id,
             "url": self._members[selection.replica_id].url,
@@ -381,6 +412,52 @@ class RouterService:
             "replicas": self.replicas(),
         }
 
+    # ---- metrics
+
+    def totals(self) -> dict[tuple[str, ...], float]:
+        """What has been counted since the start, by key and labels of `RouterMetrics`."""
+        tally = self._tally
+        counters, best_similarity = self._counted(self.core)
+        totals: dict[tuple[str, ...], float] = {
+            ("selections", policy, fallback or "none"): number
+            for (policy, fallback), number in tally.num_selected.items()
+        }
+        num_until = 0
+        for end, number in zip((*DECISION_SECONDS, "+Inf"), tally.num_by_time, strict=True):
+            num_until += number
+            totals["decision", str(end)] = num_until
+        totals |= {
+            ("scored",): counters["scored"],
+            ("best_similarity",): best_similarity,
+            ("placed",): tally.num_alike,
+            ("similarity",): tally.similarity,
+            ("banded",): tally.num_banded,
+            ("band_size",): tally.band_size,
+        }
+        for event in ("expired", "dropped_reservations", "reselected", "unknown_releases"):
+            totals["events", event] = counters[event]
+        for outcome, number in self.num_refits.items():
+            totals["refits", outcome] = number
+        return totals
+
+    def gauges(self) -> dict[tuple[str, ...], float]:
+        """How things are now, by key and labels of `RouterMetrics`."""
+        loads_K = self.core.loads(self.clock())
+        gauges: dict[tuple[str, ...], float] = {
+            ("replicas", role): len(urls) for role, urls in self.replicas().items()
+        }
+        gauges["load", "max"] = int(loads_K.max(initial=0))
+        gauges["load", "mean"] = float(loads_K.mean()) if len(loads_K) else 0.0
+        if self._moved_share is not None:
+            gauges["moved_share",] = self._moved_share
+        return gauges
+
+    def _counted(self, core: RoutingCore) -> tuple[Counter[str], float]:
+        """Counters and sum of best similarities of a core and those before it."""
+        own = core.counters
+        best = (core.mean_best_similarity or 0.0) * own.get("scored", 0)
+        return self._earlier + Counter(own), self._earlier_similarity + best
+
     # ---- refits
 
     @property
@@ -393,11 +470,6 @@ class RouterService:
             "overtaken": "overtaken_refits",
         }
         return {outcome: self._refit_counters[name] for outcome, name in outcomes.items()}
-
-    @property
-    def moved_share(self) -> float | None:
-        """Share of recent requests whose nearest replica the last refit changed; None before."""
-        return self._moved_share
 
     def next_refit(self) -> RefitJob | None:
         """A refit that is due, for the caller to run off the request path; one at a time.

@@ -134,6 +134,17 @@ class EldrPromMetrics(NixlPromMetrics):
             ),
             self.per_engine_labelvalues,
         )
+        # Ray keeps a histogram's sum by the middle of its buckets: the mean comes from these.
+        self._sums = [
+            create_metric_per_engine(
+                self._counter_cls(name=f"vllm:{name}", documentation=text, labelnames=labelnames),
+                self.per_engine_labelvalues,
+            )
+            for name, text in (
+                ("eldr_decode_steps", "Decode steps whose experts were counted."),
+                ("eldr_distinct_experts", "Distinct experts of those steps, mean over MoE layers."),
+            )
+        ]
         self._cache = {
             name: create_metric_per_engine(
                 self._counter_cls(
@@ -148,6 +159,10 @@ class EldrPromMetrics(NixlPromMetrics):
         super().observe(transfer_stats_data, engine_idx)
         for value in transfer_stats_data[_DISTINCT]:
             self._distinct[engine_idx].observe(value)
+        if steps := transfer_stats_data[_DISTINCT]:
+            num_steps, num_experts = self._sums
+            num_steps[engine_idx].inc(len(steps))
+            num_experts[engine_idx].inc(sum(steps))
         for name, counters in self._cache.items():
             if values := transfer_stats_data[_cache_key(name)]:
                 counters[engine_idx].inc(sum(values))

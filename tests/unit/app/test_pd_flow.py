@@ -36,6 +36,7 @@ class Parties:
     replicas: list[Any] = field(default_factory=lambda: ["a", "b", "c"])
     opens: list[Any] = field(default_factory=lambda: [Stream()])
     log: list[str] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
 
     async def run(self, request: PdRequest) -> Handoff:
         self.log.append("prefill")
@@ -62,6 +63,13 @@ class Parties:
     def suspect(self, replica_id: str) -> None:
         self.log.append(f"suspect {replica_id}")
 
+    def phase(self, phase: str, seconds: float) -> None:
+        assert seconds >= 0
+        self.phases.append(phase)
+
+    def retried(self, phase: str) -> None:
+        self.phases.append(f"retried {phase}")
+
     async def open(self, placement: Placement, request: PdRequest, handoff: Any) -> Stream:
         self.log.append("open" if handoff else "open without KV")
         step = self.opens.pop(0)
@@ -71,7 +79,7 @@ class Parties:
         return step
 
     def flow(self, timeout_s: float = 5.0) -> PdFlow:
-        return PdFlow(self, self, self, timeout_s, max_retries=2)
+        return PdFlow(self, self, self, timeout_s, max_retries=2, metrics=self)
 
 
 def request(local_prefill: str | None = None) -> PdRequest:
@@ -107,6 +115,8 @@ def test_dead_decode_is_excluded_and_prefill_runs_again() -> None:
         "select b",
         "open",
     ]
+    once = ["prefill", "route"]
+    assert parties.phases == [*once, "retried decode", *once, "first_byte"]
 
 
 def test_retries_are_bounded() -> None:
@@ -125,6 +135,7 @@ def test_no_replica_left_ends_the_retries() -> None:
 def test_dead_prefill_is_retried_then_reported() -> None:
     parties = Parties(prefills=[ReplicaDied("x"), HANDOFF])
     assert asyncio.run(parties.flow().open(request())).num_retries == 1
+    assert parties.phases == ["retried prefill", "prefill", "route", "first_byte"]
     parties = Parties(prefills=[ReplicaDied("x")] * 3)
     with pytest.raises(PrefillFailed, match="3 times"):
         asyncio.run(parties.flow().open(request()))
@@ -150,6 +161,7 @@ def test_local_prefill_skips_the_first_leg() -> None:
     answer = asyncio.run(parties.flow().open(request(local_prefill="n")))
     assert answer.fallback == "n"
     assert parties.log == ["select a", "open without KV"]
+    assert parties.phases == ["route", "first_byte"]
 
 
 def test_cancel_while_opening_releases() -> None:

@@ -558,3 +558,54 @@ def test_what_caches_hold_comes_with_heartbeats(
     for _ in range(2):
         assert beat("b", b"another model") == 1.0
     assert caplog.text.count("b: its cache does not count: 13 bytes are no experts of") == 1
+
+
+# ---- metrics
+
+
+def test_totals_add_up_and_outlive_other_settings(clock: Clock, artifact: Path) -> None:
+    router = RouterService(fitted_settings(artifact, "band"), clock)
+    pool = Pool(router, clock)
+    pool.beat("a", "b", "c", "d")
+    for i in range(5):
+        pool.select(i % 3, seed=i)
+    select(router, "held")
+    before = router.totals()
+    assert before["selections", "band", "none"] == 5
+    assert before["selections", "band", "no_signature"] == 1
+    assert before["decision", "5e-05"] == before["decision", "+Inf"] == 6
+    assert before["scored",] == before["placed",] == before["banded",] == 5
+    assert 0 < before["similarity",] <= before["best_similarity",] <= 5
+    assert 5 <= before["band_size",] <= 20
+    assert router.gauges() == {
+        ("replicas", "prefill"): 0,
+        ("replicas", "decode"): 4,
+        ("load", "max"): 1,
+        ("load", "mean"): 0.25,
+    }
+    router.configure(fitted_settings(artifact, "jsq"))
+    select(router, "other")
+    after = router.totals()
+    assert {key: value for key, value in after.items() if value < before.get(key, 0)} == {}
+    assert after["selections", "jsq", "none"] == 1
+    assert after["scored",] == 5
+
+
+def test_decision_times_fall_into_their_bucket(clock: Clock) -> None:
+    class Slow(Clock):
+        def __call__(self) -> float:
+            self.now += 0.0015
+            return self.now
+
+    router = service(Slow(), "a")
+    select(router, "r")
+    totals = router.totals()
+    assert (totals["decision", "0.001"], totals["decision", "0.002"]) == (0, 1)
+    router.select_many([(f"m{i}", None, None, None, ()) for i in range(3)])
+    totals = router.totals()
+    assert (totals["decision", "0.0002"], totals["decision", "0.0005"]) == (0, 3)
+    assert totals["decision", "+Inf"] == 4
+
+
+def test_no_replica_is_no_load(clock: Clock) -> None:
+    assert service(clock).gauges()["load", "mean"] == 0
