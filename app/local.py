@@ -18,15 +18,17 @@ from app.config import EldrConfig
 from app.main import build_app, router_settings
 
 READY_TIMEOUT_S = 600.0
+METRICS_PORT = 9180
 
 
 @dataclass
 class Running:
-    """A running application."""
+    """A running application; `metrics_url` is known of a local run."""
 
     config: EldrConfig
     run_id: str
     started_s: float
+    metrics_url: str | None = None
 
     @property
     def url(self) -> str:
@@ -73,6 +75,7 @@ def start(config: EldrConfig, progress: Callable[[str], None] = lambda text: Non
     import ray
     from ray import serve
 
+    metrics_port = _free_port(METRICS_PORT)
     if is_local:
         # Logical CPUs: engines of a small machine share its cores.
         wanted = _num_cpus(config)
@@ -82,6 +85,7 @@ def start(config: EldrConfig, progress: Callable[[str], None] = lambda text: Non
             configure_logging=True,
             log_to_driver=False,
             logging_level="ERROR",
+            _metrics_export_port=metrics_port,
         )
     else:
         ray.init(logging_level="ERROR")
@@ -92,7 +96,8 @@ def start(config: EldrConfig, progress: Callable[[str], None] = lambda text: Non
     from router.actor import create_router
 
     create_router(config.app_name, router_settings(config))
-    running = Running(config, run_id, begin)
+    metrics_url = f"http://127.0.0.1:{metrics_port}/metrics" if is_local else None
+    running = Running(config, run_id, begin, metrics_url)
     progress("starting engines")
     try:
         target = serve.RunTarget(build_app(config), name=config.app_name, route_prefix="/")

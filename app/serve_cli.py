@@ -109,6 +109,8 @@ def _running(config_path: str) -> Iterator[Any]:
     with _Progress() as progress:
         running = local.start(config, progress)
     print(f"up in {time.monotonic() - running.started_s:.0f} s", file=sys.stderr)
+    if running.metrics_url:
+        print(f"metrics: {running.metrics_url}", file=sys.stderr)
     try:
         yield running
     finally:
