@@ -51,6 +51,7 @@ GROUPS = (
         },
         ("app.serve_cli",),
     ),
+    Group({"dashboards": "bring the Grafana dashboards to a server"}, ("app.dashboards_cli",)),
     Group({"demo-model": "build the small MoE model of the examples"}, ("calibration.demo_model",)),
     Group(
         {"calibrate": "capture expert counts, fit and inspect calibration artifacts"},
