@@ -53,8 +53,8 @@ def heartbeat_s(num_replicas: int, tells_residents: bool) -> float:
     """Seconds from one heartbeat of a decode replica to the next.
 
     Those that say what an expert cache holds come sooner: it changes from step to step, and what
-    the router knows of it is as old. Not more than HEARTBEATS_PER_S of the pool together, and not
-    fewer than one a HEARTBEAT_S of each.
+    the router knows of it is as old. HEARTBEATS_PER_S of the pool together, but of each one in
+    HEARTBEAT_S to MIN_HEARTBEAT_S.
     """
     if not tells_residents:
         return HEARTBEAT_S
