@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,7 @@ class Service:
     url: str
     process: subprocess.Popen[bytes]
     run_id: str
+    metrics_url: str
 
     def pid_of_decode(self, replica_id: str) -> int:
         """Process of a decode replica: the one that listens on its port."""
@@ -140,8 +142,11 @@ def serving(config: dict[str, Any], folder: Path) -> Iterator[Service]:
         process.kill()
         pytest.fail(f"the service did not start:\n{(folder / 'serve.log').read_text()[-4000:]}")
     (run_id,) = run_ids() - before
+    (metrics_url,) = re.findall(
+        r"^metrics: (\S+)$", (folder / "serve.log").read_text(), re.MULTILINE
+    )
     try:
-        yield Service(f"http://127.0.0.1:{PORT}", process, run_id)
+        yield Service(f"http://127.0.0.1:{PORT}", process, run_id, metrics_url)
     finally:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)
