@@ -229,6 +229,19 @@ OVERVIEW: dict[str, list[Panel]] = {
             quantiles("ray_vllm_nixl_xfer_time_seconds_bucket", M),
         ),
         Panel(
+            "Prompt tokens by source",
+            "local_compute belongs to prefill replicas. On a decode replica, which has "
+            "external_kv_transfer too: it computes prompts again, for requests with n > 1 and the "
+            "like (Retries and fallbacks), or after transfers that failed.",
+            "short",
+            [
+                (
+                    rate("ray_vllm_prompt_tokens_by_source_total", M, "ReplicaId, source"),
+                    "{{source}} {{ReplicaId}}",
+                )
+            ],
+        ),
+        Panel(
             "KV transfers that failed",
             "failed: a pull broke off. expired: prefill freed KV before decode had pulled it; "
             "raise kv_transfer.lease_s or find what delays decode.",

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -318,6 +319,13 @@ def test_dead_decode_replica_is_left_out_and_replaced(service: Service) -> None:
     wait_until(lambda: service.ready()["decode"] == 2, 180, "a new decode replica")
     assert home not in service.status()["loads"]
     assert post(service, chat_body(text)).status_code == 200
+    # Its gauges end with it; its counters stay.
+    gauge = f'ray_eldr_replica_requests{{.*replica="{home}"'
+    wait_until(
+        lambda: not re.search(gauge, httpx.get(service.metrics_url).text),
+        60,
+        "Ray forgets the gauges of a dead replica",
+    )
 
 
 def test_hard_kill_leaves_no_process_behind(service: Service) -> None:
