@@ -211,7 +211,13 @@ class InstalledCache:
         return cache, scoring
 
     def _allocate(self, capacity: int) -> list[LayerWeights]:
-        """Replace each layer's weights by empty slots."""
+        """Replace each layer's weights by empty slots; the old ones go first, of all layers."""
+        for runner, source in zip(self._runners, self._source, strict=True):
+            for name, experts in source.items():
+                nothing = torch.empty(0, dtype=experts[0].dtype, device=self.device)
+                setattr(
+                    runner.routed_experts, name, torch.nn.Parameter(nothing, requires_grad=False)
+                )
         layers = []
         for runner, source in zip(self._runners, self._source, strict=True):
             slots = {}
@@ -237,22 +243,46 @@ class InstalledCache:
                 placement.
 
         Raises:
-            ValueError: they do not fit; nothing was changed.
+            ValueError: they do not fit, and nothing was changed; or there is no memory for them,
+                and slots are as before, but empty.
         """
-        runtime = self.runtime
-        settings = dataclasses.replace(self.settings, **changes)
+        runtime, before = self.runtime, self.settings
+        settings = dataclasses.replace(before, **changes)
         owned_LE = self._load_owned(settings.placement)
         cache, scoring = self._make_policy(settings, owned_LE)
-        self.settings = settings
         if set(changes) <= {"budget"}:
+            self.settings = settings
             runtime.cache.budget = cache.budget
             return
+        capacity = runtime.cache.capacity
+        try:
+            self._go_on(settings, cache, scoring, owned_LE)
+        except (MemoryError, RuntimeError) as err:  # torch's want of memory is a RuntimeError
+            if cache.capacity <= capacity:
+                raise
+            owned_LE = self._load_owned(before.placement)
+            self._go_on(before, *self._make_policy(before, owned_LE), owned_LE)
+            raise ValueError(
+                f"no memory for {cache.capacity} slots in each layer, went on with {capacity}: "
+                f"{err}"
+            ) from err
+
+    def _go_on(
+        self,
+        settings: CacheSettings,
+        cache: ExpertCache,
+        scoring: GateScores | None,
+        owned_LE: BoolArray | None,
+    ) -> None:
+        """Put an empty cache in the place of the one in use; the ledger goes on."""
+        runtime = self.runtime
         cache.ledger = runtime.cache.ledger
-        if cache.capacity == runtime.cache.capacity:
+        if cache.capacity == runtime.cache.capacity and runtime.layers:
             runtime.replace(cache, scoring, owned_LE)
-            return
-        runtime.replace(cache, scoring, owned_LE, lambda: self._allocate(cache.capacity))
-        _return_free_memory()
+        else:
+            runtime.replace(cache, scoring, owned_LE, lambda: self._allocate(cache.capacity))
+            _return_free_memory()
+        self.settings = settings
 
     def stats(self) -> dict[str, Any]:
         """Sums since the start of the worker, and what is set now."""

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cachemgr.learned import ScoreTable
 from cachemgr.placement_plan import PlacementPlan
 from cachemgr.scores import load_learned, load_scores
-from deployments.vllm_adapter.expert_cache import ExpertShare, owned_experts
+from cachemgr.settings import CacheSettings
+from deployments.vllm_adapter.expert_cache import (
+    ExpertShare,
+    InstalledCache,
+    owned_experts,
+)
+from deployments.vllm_adapter.slots import HostCopier, SlotRuntime
 
 L, E, H = 3, 8, 4
 MODEL = "f" * 16
@@ -127,3 +135,26 @@ def test_learned_score_is_read_and_checked(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=rf"cache\.score_file .* does not fit .*{text}"):
             load_learned(path, *given)
+
+
+def test_slots_that_find_no_memory_leave_those_that_were() -> None:
+    num_experts, num_bytes = 2**18, 2**26  # all of them: 16 TiB, of which no slot takes any yet
+    runners = [SimpleNamespace(routed_experts=SimpleNamespace()) for _ in range(2)]
+    installed = InstalledCache.__new__(InstalledCache)  # all but the layers of a model
+    installed._runners = runners
+    installed.settings = CacheSettings("lru", 2, 0.5, 0.03, 0, "", None, None, exact_tokens=4)
+    installed.device, installed.num_experts, installed._top_k = torch.device("cpu"), num_experts, 2
+    installed._load_owned = lambda placement: None  # type: ignore[assignment]
+    installed._source = [{"w13_weight": torch.zeros(1).expand(num_experts, num_bytes // 4)}] * 2
+    cache, _ = installed._make_policy(installed.settings, None)
+    installed.runtime = SlotRuntime(
+        cache, installed._allocate(2), HostCopier(), exact_tokens=4, reads_source=True
+    )
+    with pytest.raises(ValueError, match=f"no memory for {num_experts} slots .* went on with 2"):
+        installed.configure(slots=num_experts)
+    runtime = installed.runtime
+    assert (installed.settings.slots, runtime.cache.capacity, len(runtime.layers)) == (2, 2, 2)
+    for runner in runners:
+        assert runner.routed_experts.w13_weight.shape == (2, num_bytes // 4)
+    installed.configure(slots=3)
+    assert (installed.settings.slots, runtime.cache.capacity) == (3, 3)
