@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, TypeVar
@@ -91,13 +92,16 @@ def run_parallel(
     done: dict[int, Result] = {}
     tasks = (delayed(_numbered)(number, function, call) for number, call in enumerate(calls))
     try:
-        with (
-            parallel_config("loky", inner_max_num_threads=1, initializer=_ignore_interrupts),
-            closing(Parallel(jobs, return_as="generator_unordered")(tasks)) as ended,
-        ):
-            for number, result in ended:
-                done[number] = result
-                on_done(number)
+        with warnings.catch_warnings():
+            # Where an error or an interrupt ends the runs, joblib counts what it drops.
+            warnings.filterwarnings("ignore", category=UserWarning, module="joblib")
+            with (
+                parallel_config("loky", inner_max_num_threads=1, initializer=_ignore_interrupts),
+                closing(Parallel(jobs, return_as="generator_unordered")(tasks)) as ended,
+            ):
+                for number, result in ended:
+                    done[number] = result
+                    on_done(number)
     except TerminatedWorkerError as err:
         raise ChildProcessError(
             f"one of {jobs} processes ended before its run did, most likely for want of memory: "
@@ -113,5 +117,8 @@ def _numbered(
 
 
 def _ignore_interrupts() -> None:
-    """A terminal interrupts all its processes: the parent ends the others, which say nothing."""
+    """A terminal interrupts all its processes: the parent ends the others, which say nothing.
+
+    But for one that is just starting, and has not come so far.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
